@@ -1,0 +1,5 @@
+"""The one exception a user is meant to read: what happened, where, and what to do about it."""
+
+
+class UserError(Exception):
+    """A problem the user can mend. The entry points print it as one message, without a traceback, and exit 1."""

@@ -1,0 +1,56 @@
+"""The names of the objects of a run. Nothing else builds a key by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+RUN = "run.json"
+SAMPLES = "tokens/samples.parquet"
+TOKENS = "tokens/"
+SHARDS = "shards/"
+INDEX = "index/"
+BLOCKS = "index/blocks/"
+CLAIMS = "claims/"
+HEAD = "head/"
+STATUS = "status/"
+DRAFTERS = "drafters/"
+
+
+def unit_tokens(unit: int) -> str:
+    """The prepared samples of a unit."""
+    return f"{TOKENS}unit-{unit:06d}.parquet"
+
+
+def shard(unit: int, attempt: str) -> str:
+    """The shard of a unit made by one attempt; two hex digits spread the requests over the store's partitions."""
+    spread = hashlib.blake2b(f"{unit}-{attempt}".encode(), digest_size=1).hexdigest()
+    return f"{SHARDS}{spread}/shard-{unit:06d}-{attempt}.tar"
+
+
+def record(unit: int) -> str:
+    """The commit record of a unit: its shard exists if, and only if, this object does."""
+    return f"{INDEX}shard-{unit:06d}.json"
+
+
+def unit_of_record(key: str) -> int | None:
+    """The unit of a commit record's key, None for any other key under index/."""
+    name = key.removeprefix(INDEX)
+    if name.startswith("shard-") and name.endswith(".json") and name[6:-5].isdigit():
+        return int(name[6:-5])
+    return None
+
+
+def claim(unit: int) -> str:
+    """Who works on a unit, until when; advisory."""
+    return f"{CLAIMS}unit-{unit:06d}"
+
+
+def drafter(name: str) -> str:
+    """The prefix of a drafter."""
+    return f"{DRAFTERS}{name}/"
+
+
+def new_token() -> str:
+    """A random token that names one attempt or one writer."""
+    return secrets.token_hex(6)

@@ -1,0 +1,128 @@
+"""What the rest of the project asks of a place that keeps objects.
+
+Two implementations: `s3` (boto3, any S3-compatible endpoint) and `local` (a directory). Keys are relative to the run's
+prefix. Every method retries by itself until its deadline; what it raises is final:
+NotFound, PreconditionFailed, ObjectChanged, or another StoreError that says what, where and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from dflash_stream.errors import UserError
+
+
+class StoreError(UserError):
+    """The store could not do what was asked."""
+
+
+class NotFound(StoreError):  # noqa: N818
+    """No object of that key (or no multipart upload of that id)."""
+
+
+class PreconditionFailed(StoreError):  # noqa: N818
+    """A conditional put lost: the object exists already, or is no longer the one that was read."""
+
+
+class ObjectChanged(StoreError):  # noqa: N818
+    """The object that is being read was replaced while it was read."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """A listed object. `modified` is seconds since 1970."""
+
+    key: str
+    size_bytes: int
+    etag: str
+    modified: float
+
+
+@dataclass(frozen=True)
+class UploadInfo:
+    """A multipart upload that was begun and neither completed nor aborted. `initiated` is seconds since 1970."""
+
+    key: str
+    upload_id: str
+    initiated: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sent part of a multipart upload, as `complete_upload` wants it."""
+
+    number: int
+    etag: str
+    crc32c: int
+
+
+class Store(Protocol):
+    """An object store, seen from one run's prefix. Safe to use from many threads; not across a fork."""
+
+    @property
+    def url(self) -> str:
+        """The run's address, without secrets."""
+        ...
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """A whole small object and its etag. Raises NotFound."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str | None = None) -> bytes:
+        """`length` bytes from `start`; a negative start counts from the end. Raises NotFound, ObjectChanged."""
+        ...
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` from byte `start`, resuming at the byte reached after a fault. Raises NotFound, ObjectChanged."""
+        ...
+
+    def put(self, key: str, body: bytes, *, if_none_match: bool = False, if_match: str | None = None) -> str:
+        """Write a small object and return its etag.
+
+        With `if_none_match` only if the key is free, with `if_match` only over that etag; PreconditionFailed otherwise.
+        A lost answer to a conditional put is settled by reading the object back: bodies of conditional puts must
+        therefore differ between writers (put a token in).
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Raises NotFound."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose keys begin with `prefix`, sorted by key within one directory."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; absent ones are no error."""
+        ...
+
+    def create_upload(self, key: str) -> str:
+        """Begin a multipart upload and return its id."""
+        ...
+
+    def put_part(self, key: str, upload_id: str, number: int, data: memoryview, crc32c: int) -> Part:
+        """Send part `number` (from 1). `data` may be reused once this returns."""
+        ...
+
+    def complete_upload(self, key: str, upload_id: str, parts: list[Part]) -> str:
+        """Make the object visible, and return its etag. Called once for a key that no other writer has."""
+        ...
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an upload and its parts; an absent one is no error."""
+        ...
+
+    def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
+        """Uploads that were begun and not ended."""
+        ...
+
+    def check(self) -> None:
+        """Probe once that the store can be written, honours conditional puts and accepts checksums; StoreError if not."""
+        ...
+
+    def close(self) -> None:
+        """Release connections."""
+        ...
