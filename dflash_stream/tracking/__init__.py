@@ -1,1 +1,5 @@
-"""TODO"""
+"""What a run tells the outside while it works: wandb and the heartbeat object under status/."""
+
+from dflash_stream.tracking.tracker import NullTracker, Tracker, open_tracker
+
+__all__ = ["NullTracker", "Tracker", "open_tracker"]

@@ -1,0 +1,108 @@
+"""Settings: every source, every refusal."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_stream.config import Config, describe_settings, known_settings, load
+from dflash_stream.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse(*arguments: str) -> Config:
+    return load(list(arguments), program="test", about="")[0]
+
+
+def test_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("store:\n  url: s3://b/yaml\n  part_bytes: 8388608\ntrain:\n  lr: 1e-3\n")
+    settings = parse("--config", str(file), "--store.url=s3://b/line", "--extract.tokens_per_batch", "512")
+    assert settings.store.url == "s3://b/line"
+    assert settings.store.part_bytes == 8388608
+    assert settings.train.lr == 1e-3  # YAML reads 1e-3 as text
+    assert settings.extract.tokens_per_batch == 512
+    assert settings.train.epochs == Config().train.epochs
+
+
+def test_lists_maps_and_unset_values_are_read_from_the_command_line() -> None:
+    settings = parse(
+        "--prepare.layers", "[1, 2]", "--prepare.inputs", "a.jsonl,b.jsonl", "--prepare.thinking", "false",
+        "--prepare.template_kwargs", "{preserve_thinking: true}", "--target.revision", "null", "--train.betas", "[0.9, 0.99]",
+    )  # fmt: skip
+    assert settings.prepare.layers == [1, 2]
+    assert settings.prepare.inputs == ["a.jsonl", "b.jsonl"]
+    assert settings.prepare.thinking is False
+    assert settings.prepare.template_kwargs == {"preserve_thinking": True}
+    assert settings.target.revision is None
+    assert settings.train.betas == (0.9, 0.99)
+
+
+def test_text_that_looks_like_a_number_stays_text() -> None:
+    assert parse("--train.name", "007").train.name == "007"
+    assert parse("--target.revision", "1e5").target.revision == "1e5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--store.ulr", "x"], "did you mean store.url"),
+        (["--lr", "1"], "did you mean train.lr"),
+        (["--extract.token_per_batch", "1"], "did you mean extract.tokens_per_batch"),
+        (["--train.lr", "fast"], "train.lr = 'fast'"),
+        (["--train.lr"], "--train.lr needs a value"),
+        (["--store.max_concurrent_uploads", "101"], "less than or equal to 100"),
+        (["train.lr", "1"], "unexpected argument 'train.lr'"),
+        (["--config", "absent.yaml"], "no config file absent.yaml"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_remedy(arguments: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        parse(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stor:\n  url: x\n", "unknown setting stor"),
+        ("store:\n  endpont: x\n", "did you mean store.endpoint"),
+        ("store: x\n", "section store must hold settings"),
+        ("- a\n", "expected sections"),
+        ("store: {\n", "not valid YAML"),
+    ],
+)
+def test_a_mistyped_yaml_is_refused_naming_file_and_setting(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=expected):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configs_that_come_with_the_project_are_valid(file: Path) -> None:
+    assert parse("--config", str(file)).target.id
+
+
+def test_help_shows_every_setting_with_its_default() -> None:
+    text = describe_settings(tuple(Config.model_fields))
+    for name, field in known_settings().items():
+        assert f"--{name} " in text
+        assert field.description, f"{name} has no description"
+    assert "default 16 requests" in text
+
+
+def test_both_daily_commands_show_their_settings(run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    extract = run_command("python", "extract.py", "--help").stdout
+    train = run_command("python", "train_drafter.py", "--help").stdout
+    assert "--extract.tokens_per_batch" in extract
+    assert "--train.batch_samples" in train
+
+
+def test_an_unknown_setting_ends_a_command_with_one_line(run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_command("python", "extract.py", "--store.ulr", "x", check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "error: unknown setting store.ulr in the command line: did you mean store.url?"
