@@ -51,6 +51,16 @@ def drafter(name: str) -> str:
     return f"{DRAFTERS}{name}/"
 
 
+def owner(name: str) -> str:
+    """Who may publish checkpoints of a drafter, and which ones there are."""
+    return f"{drafter(name)}owner"
+
+
+def checkpoint(name: str, step: int, token: str) -> str:
+    """The prefix of one checkpoint; the token of the trainer that wrote it keeps two of them apart."""
+    return f"{drafter(name)}checkpoints/step-{step:08d}-{token}/"
+
+
 def new_token() -> str:
     """A random token that names one attempt or one writer."""
     return secrets.token_hex(6)
