@@ -1,1 +1,1 @@
-"""The target model: which of its decoder layers are tapped, how it is loaded, and how their outputs are read."""
+"""The target model: which decoder layers are tapped, how it is loaded, how their outputs are read."""

@@ -1,11 +1,11 @@
-"""What a target is, told from its config alone: no weights are read, nothing is downloaded but config.json.
+"""What a target is, told from its config alone: no weights are read, nothing is fetched but config.json.
 
-Two copies of a model in different places have the same architecture and the same hash; the id is only where it came from.
+Two copies of a model in different places have the same architecture and the same hash; the id is only where one
+came from.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from dflash_stream.config import TargetSettings
@@ -13,20 +13,45 @@ from dflash_stream.errors import UserError
 from dflash_stream.hashing import fingerprint
 from dflash_stream.run import TargetIdentity
 
-# Written by the library that saved the config, or the dtype it happened to be saved in: no part of what the model computes.
+# Written by whatever saved the config, or the dtype it was saved in: no part of what the model computes.
 _INCIDENTAL = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype")
 
 
 def read_config(settings: TargetSettings) -> Any:
     """The transformers config of the target. UserError when there is none or its family is unknown."""
-    if not settings.id:
-        raise UserError("target.id is empty: name the target model, a Hugging Face id or a local directory")
     from transformers import AutoConfig
 
+    return _read(AutoConfig.from_pretrained, settings, trust_remote_code=settings.trust_remote_code)
+
+
+def config_sha256(settings: TargetSettings) -> str:
+    """A hash of the target's config.json, equal for every copy of it and every dtype it is loaded in."""
+    from transformers import PretrainedConfig
+
+    raw, _ = _read(PretrainedConfig.get_config_dict, settings)
+    return fingerprint(_without_incidentals(raw))
+
+
+def describe_target(settings: TargetSettings) -> TargetIdentity:
+    """The identity of the target that the settings name. UserError when its config cannot be read."""
+    config = read_config(settings)
+    text = config.get_text_config()
+    return TargetIdentity(
+        id=settings.id,
+        revision=settings.revision,
+        architecture=(config.architectures or [config.model_type])[0],
+        config_sha256=config_sha256(settings),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _read(reader: Any, settings: TargetSettings, **options: Any) -> Any:
+    if not settings.id:
+        raise UserError("target.id is empty: name the target model, a Hugging Face id or a local directory")
     try:
-        return AutoConfig.from_pretrained(
-            settings.id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-        )
+        return reader(settings.id, revision=settings.revision, **options)
     except (OSError, ValueError, KeyError) as error:
         at = f" at revision {settings.revision}" if settings.revision else ""
         raise UserError(
@@ -35,27 +60,7 @@ def read_config(settings: TargetSettings) -> Any:
         ) from None
 
 
-def config_sha256(config: Any) -> str:
-    """A hash of what a config says about the model, equal for every copy of it and every dtype it is loaded in."""
-    return fingerprint(_without_incidentals(json.loads(config.to_json_string(use_diff=False))))
-
-
 def _without_incidentals(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_incidentals(item) for name, item in value.items() if name not in _INCIDENTAL}
     return value
-
-
-def describe_target(settings: TargetSettings) -> TargetIdentity:
-    """The identity of the target that the settings name."""
-    config = read_config(settings)
-    text = config.get_text_config()
-    return TargetIdentity(
-        id=settings.id,
-        revision=settings.revision,
-        architecture=(config.architectures or [config.model_type])[0],
-        config_sha256=config_sha256(config),
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-    )
