@@ -133,7 +133,9 @@ class TrainSettings(Section):
     betas: tuple[float, float] = setting((0.9, 0.95), "AdamW betas")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", "", gt=0)
     precision: Literal["bf16", "fp32"] = setting("bf16", "compute dtype; weights and optimizer are fp32")
-    attention: Literal["auto", "sdpa", "flex"] = setting("auto", "drafter attention; auto: flex on CUDA, else sdpa")
+    attention: Literal["auto", "sdpa", "grouped", "flex"] = setting(
+        "auto", "drafter attention; auto: flex on CUDA, else grouped"
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations of the drafter layers")
     head_chunk_rows: int = setting(2048, "rows that go through lm_head at a time", "rows", ge=1)
     seed: int = setting(0, "seed of the weights, the order and the anchors")
