@@ -56,9 +56,14 @@ def owner(name: str) -> str:
     return f"{drafter(name)}owner"
 
 
+def checkpoints(name: str) -> str:
+    """The prefix of a drafter's checkpoints."""
+    return f"{drafter(name)}checkpoints/"
+
+
 def checkpoint(name: str, step: int, token: str) -> str:
     """The prefix of one checkpoint; the token of the trainer that wrote it keeps two of them apart."""
-    return f"{drafter(name)}checkpoints/step-{step:08d}-{token}/"
+    return f"{checkpoints(name)}step-{step:08d}-{token}/"
 
 
 def new_token() -> str:
