@@ -151,6 +151,7 @@ class StreamSettings(Section):
     range_bytes: int = setting(8 * MiB, "size of a ranged read", "bytes", ge=64 << 10)
     threads: int = setting(16, "ranged reads in flight in each process", "requests", ge=1)
     prefetch_bytes: int = setting(512 * MiB, "samples read ahead in each process, at most", "bytes", ge=1)
+    stall_s: float = setting(120.0, "without a sample for this long, the requests in flight are logged", "s", gt=0)
 
 
 class TrackingSettings(Section):
