@@ -41,6 +41,20 @@ def unit_of_record(key: str) -> int | None:
     return None
 
 
+def unit_of_shard(key: str) -> int | None:
+    """The unit of a shard's key, whichever attempt made it; None for any other key."""
+    name = key.rpartition("/")[2]
+    unit, _, attempt = name.removeprefix("shard-").removesuffix(".tar").partition("-")
+    if unit.isdigit() and attempt and key == shard(int(unit), attempt):
+        return int(unit)
+    return None
+
+
+def block(block: int, digest: str) -> str:
+    """The index of 1,024 consecutive units, made from the records that `digest` stands for."""
+    return f"{BLOCKS}block-{block:06d}-{digest}.parquet"
+
+
 def claim(unit: int) -> str:
     """Who works on a unit, until when; advisory."""
     return f"{CLAIMS}unit-{unit:06d}"
