@@ -65,6 +65,11 @@ def drafter(name: str) -> str:
     return f"{DRAFTERS}{name}/"
 
 
+def drafter_config(name: str) -> str:
+    """The drafter's geometry, in the published config.json layout."""
+    return f"{drafter(name)}config.json"
+
+
 def owner(name: str) -> str:
     """Who may publish checkpoints of a drafter, and which ones there are."""
     return f"{drafter(name)}owner"
