@@ -7,8 +7,9 @@ NotFound, PreconditionFailed, ObjectChanged, or another StoreError that says wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflash_stream.errors import UserError
@@ -55,11 +56,38 @@ class Part:
 
     number: int
     etag: str
+    size_bytes: int
     crc32c: int
 
 
+@dataclass
+class Traffic:
+    """What a store did in one direction since it was opened; any thread may read it."""
+
+    requests: int = 0  # answered, whatever the answer
+    retries: int = 0  # attempts that failed and were made again
+    throttled: int = 0  # of these, refused by the store as too many
+    bytes: int = 0  # of objects and parts; not headers, not listings
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, requests: int = 0, retries: int = 0, throttled: int = 0, bytes: int = 0) -> None:
+        """Count; safe from many threads."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.throttled += throttled
+            self.bytes += bytes
+
+
 class Store(Protocol):
-    """An object store, seen from one run's prefix. Safe to use from many threads; not across a fork."""
+    """An object store, seen from one run's prefix. Safe to use from many threads; not across a fork.
+
+    `reads` counts gets, heads and listings, `writes` everything else. Where a method takes `give_up`, setting that event
+    ends its retries: the fault of the moment is raised.
+    """
+
+    reads: Traffic
+    writes: Traffic
 
     @property
     def url(self) -> str:
@@ -78,7 +106,15 @@ class Store(Protocol):
         """Fill `buffer` from byte `start`, resuming at the byte reached after a fault. Raises NotFound, ObjectChanged."""
         ...
 
-    def put(self, key: str, body: bytes, *, if_none_match: bool = False, if_match: str | None = None) -> str:
+    def put(
+        self,
+        key: str,
+        body: bytes | memoryview,
+        *,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+        give_up: threading.Event | None = None,
+    ) -> str:
         """Write a small object and return its etag.
 
         With `if_none_match` only if the key is free, with `if_match` only over that etag; PreconditionFailed otherwise.
@@ -99,15 +135,26 @@ class Store(Protocol):
         """Delete objects; absent ones are no error."""
         ...
 
-    def create_upload(self, key: str) -> str:
-        """Begin a multipart upload and return its id."""
+    def create_upload(
+        self, key: str, *, part_bytes: int = 16 << 20, give_up: threading.Event | None = None
+    ) -> str:
+        """Begin a multipart upload and return its id. Every part but the last will have `part_bytes`."""
         ...
 
-    def put_part(self, key: str, upload_id: str, number: int, data: memoryview, crc32c: int) -> Part:
+    def put_part(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        data: memoryview,
+        crc32c: int,
+        *,
+        give_up: threading.Event | None = None,
+    ) -> Part:
         """Send part `number` (from 1). `data` may be reused once this returns."""
         ...
 
-    def complete_upload(self, key: str, upload_id: str, parts: list[Part]) -> str:
+    def complete_upload(self, key: str, upload_id: str, parts: Sequence[Part]) -> str:
         """Make the object visible, and return its etag. Called once for a key that no other writer has."""
         ...
 
