@@ -1,0 +1,388 @@
+"""Training of a drafter, from a prepared and extracted run to checkpoints in the same store.
+
+`train` is the whole of it: find out where this training stands, set up, go through the steps, end. The gradient of a step
+is that of one global batch, however many ranks share it and in how many micro-batches (`optimizer`). The samples come
+from `stream` in an order that the settings alone define; checkpoints go out through `checkpoint` while the next steps run.
+Nothing but the store holds state: any machine, any number of ranks can continue.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dflash_stream import layout
+from dflash_stream.config import Config, TrainSettings
+from dflash_stream.errors import UserError
+from dflash_stream.head import load_head, load_tokenizer
+from dflash_stream.run import Run
+from dflash_stream.store import Store, Uploader, open_store
+from dflash_stream.stream.loader import TrainStream, make_loader, validation_samples
+from dflash_stream.stream.sample import MicroBatch
+from dflash_stream.tracking import Tracker, open_tracker
+from train import checkpoint
+from train.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointRecord,
+    Ownership,
+    Publisher,
+    Snapshot,
+    TrainState,
+    host_copy,
+)
+from train.drafter import Drafter
+from train.drafter_config import DrafterConfig
+from train.learner import Learner, compute_dtype
+from train.optimizer import Accumulator, Optimizer, Sums, learning_rate
+from train.ranks import Ranks, join
+from train.signals import StopSignals
+from train.validate import validate
+
+GRACE_S = 20.0  # after a signal, time for the last checkpoint: launchers kill after 30 s
+_PATIENCE_S = 600.0  # how much longer than a store's deadline one rank waits for another
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What a training came to. Speeds are those of this process's start, over all ranks; losses those of the drafter.
+
+    acceptance: mean acceptance length over the target's own text of held-out samples, as last measured
+    checkpoint: key prefix of the newest published checkpoint
+    stopped_by: number of the signal that ended it before its last step
+    """
+
+    steps: int
+    total_steps: int
+    first_loss: float
+    last_loss: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    acceptance: float | None
+    checkpoint: str | None
+    stopped_by: int | None = None
+
+    def to_text(self) -> str:
+        """A few words for a terminal."""
+        loss = f"loss {self.first_loss:.3f} → {self.last_loss:.3f}"
+        gain = f", acceptance length {self.acceptance:.3f}" if self.acceptance is not None else ""
+        where = f", checkpoint {self.checkpoint}" if self.checkpoint else ""
+        return f"step {self.steps:,} of {self.total_steps:,}: {loss}{gain}{where}"
+
+
+def count_steps(num_samples: int, settings: TrainSettings) -> int:
+    """Steps of the whole training: whole global batches in `epochs` passes over the samples, or max_steps."""
+    steps = math.floor(settings.epochs * num_samples / settings.batch_samples)
+    if steps == 0:
+        raise UserError(
+            f"{settings.epochs:g} epochs of {num_samples:,} samples are less than one batch of {settings.batch_samples}: "
+            "lower train.batch_samples or raise train.epochs"
+        )
+    return min(steps, settings.max_steps or steps)
+
+
+def fixed_settings(config: Config, drafter: DrafterConfig) -> dict[str, Any]:
+    """What may not change while a drafter trains: all that the order, the anchors and the tensors depend on."""
+    train = {name: getattr(config.train, name) for name in ("batch_samples", "seed", "epochs", "anchors")}
+    flat = {f"train.{name}": value for name, value in train.items()}
+    flat["stream.block_bytes"] = config.stream.block_bytes
+    return flat | {f"drafter.{name}": value for name, value in drafter.model_dump(mode="json").items()}
+
+
+def drafter_config(store: Store, run: Run, config: Config) -> DrafterConfig:
+    """The drafter of this run and these settings."""
+    unset = config.drafter.mask_token_id is None
+    tokenizer_size = len(load_tokenizer(store)) if unset else None
+    return DrafterConfig.from_run(run.identity, config.drafter, tokenizer_size=tokenizer_size)
+
+
+def train(config: Config) -> TrainSummary:
+    """Train to the last step, or until a signal. Every rank calls it; only rank 0 publishes and reports.
+
+    Raises UserError for anything that the user can mend: units that are not extracted, settings that differ from those
+    of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a loss that is not finite.
+    """
+    with StopSignals() as signals:
+        ranks = join(patience_s=config.store.deadline_s + _PATIENCE_S)
+        try:
+            store = open_store(config.store)
+            run = Run.open(store)
+            drafter = ranks.from_first(lambda: drafter_config(store, run, config))
+            total_steps = count_steps(int((~run.samples.validation).sum()), config.train)
+            settings = fixed_settings(config, drafter)
+            ownership = Ownership(store, config.train.name, run.identity.fingerprint, settings)
+            published = ranks.from_first(ownership.inspect)
+            if published and published.newest and published.newest.step >= total_steps:
+                newest = published.newest
+                state = ranks.from_first(lambda: checkpoint.read_state(store, newest))
+                if ranks.first:
+                    log.info("already trained: step %d of %d is published", state.step, total_steps)
+                return finished_summary(state, newest)
+            if ranks.first:
+                store.check()
+            with Uploader(store, config.store) as uploader:
+                training = Training(
+                    config, store, run, drafter, ranks, signals, ownership, uploader, total_steps
+                )
+                return training.run()
+        finally:
+            ranks.leave()
+
+
+def finished_summary(state: TrainState, newest: CheckpointRecord) -> TrainSummary:
+    """The summary of a training that was complete before this start."""
+    return TrainSummary(
+        steps=state.step, total_steps=state.total_steps, first_loss=state.first_loss, last_loss=state.last_loss,
+        tokens=state.tokens, tokens_per_s=0.0, seconds=0.0, acceptance=state.acceptance, checkpoint=newest.prefix,
+    )  # fmt: skip
+
+
+class Window:
+    """What the log says of the steps since it last said something."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._sums: list[Sums] = []
+
+    def add(self, sums: Sums, seconds: float) -> None:
+        """Take a step in, with the time that it took: validation and checkpoints do not count as training."""
+        self._sums.append(sums)
+        self.seconds += seconds
+
+    def figures(self, world: int) -> dict[str, float]:
+        """Loss and accuracies over the window, speeds over all ranks, and the share of time the ranks waited for data."""
+        total = Sums.total(self._sums)
+        return total.figures() | {
+            "tokens_per_s": total.tokens / self.seconds,
+            "samples_per_s": total.samples / self.seconds,
+            "data_wait_share": total.wait_s / self.seconds / world,
+        }
+
+
+class Training:
+    """One start of a training: the parts that the steps work on, and what they have come to so far."""
+
+    def __init__(
+        self, config: Config, store: Store, run: Run, drafter: DrafterConfig, ranks: Ranks, signals: StopSignals,
+        ownership: Ownership, uploader: Uploader, total_steps: int,
+    ) -> None:  # fmt: skip
+        self.config, self.store, self.run_, self.ranks, self.signals = config, store, run, ranks, signals
+        self.ownership, self.total_steps = ownership, total_steps
+        self.loader = make_loader(store, run, config, rank=ranks.rank, world=ranks.world, steps=total_steps)
+        assert isinstance(self.loader.dataset, TrainStream)
+        self.stream = self.loader.dataset
+        head = load_head(store, device=ranks.device, dtype=compute_dtype(config.train))
+        model = Drafter(drafter, gradient_checkpointing=config.train.gradient_checkpointing)
+        model.initialize(config.train.seed).to(ranks.device)
+        self.learner = Learner(model, head, config.train, ranks.device)
+        self.optimizer = Optimizer(model, config.train)
+        self.accumulator = Accumulator(list(self.optimizer.named.values()), drafter.block_size)
+        self.publisher = Publisher(uploader, ownership, config.train.keep_checkpoints)
+        self.step = 0
+        self.tokens = 0
+        self.first_loss = self.last_loss = math.nan
+        self.acceptance: float | None = None
+        self.saved_step = -1
+        self._resume()
+
+    def _resume(self) -> None:
+        """Take the drafter over and continue at its newest checkpoint; rank 0 reads, the others are told."""
+        record = self.ranks.from_first(self.ownership.take)
+        state = self.ranks.from_first(lambda: self._load(record.newest))
+        for tensor in (*self.optimizer.named.values(), *self.optimizer.tensors().values()):
+            self.ranks.broadcast_(tensor.data)
+        if state is None:
+            return
+        self.stream.load_state_dict(state.stream)
+        self.optimizer.restore_steps(state.optimizer_steps)
+        self.step = self.saved_step = state.step
+        self.tokens, self.acceptance = state.tokens, state.acceptance
+        self.first_loss, self.last_loss = state.first_loss, state.last_loss
+
+    def _load(self, newest: CheckpointRecord | None) -> TrainState | None:
+        """Rank 0: fill weights and moments from the newest checkpoint, if there is one."""
+        published = json.dumps(self.learner.drafter.config.to_json(), indent=1)
+        self.store.put(layout.drafter_config(self.config.train.name), published.encode())
+        if newest is None:
+            return None
+        state = checkpoint.read_state(self.store, newest)
+        checkpoint.load_tensors(self.store, newest, MODEL, self.optimizer.named)
+        checkpoint.load_tensors(self.store, newest, OPTIMIZER, self.optimizer.tensors())
+        self.publisher.published = newest
+        log.info("continuing at step %d of %d, from %s", state.step, self.total_steps, newest.prefix)
+        return state
+
+    def run(self) -> TrainSummary:
+        """All steps that are left. The tracker and the publisher end with it, however it ends."""
+        tracker = open_tracker(
+            self.config,
+            self.store,
+            "train",
+            settings=self.config.model_dump(mode="json"),
+            primary=self.ranks.first,
+        )
+        state = "failed"
+        try:
+            summary = self._steps(tracker)
+            tracker.summary(asdict(summary))
+            state = "stopped" if summary.stopped_by else "finished"
+            return summary
+        finally:
+            self.stream.close()
+            self.publisher.close()
+            tracker.close(state)
+
+    def _steps(self, tracker: Tracker) -> TrainSummary:
+        settings, tokens_before, busy_s = self.config.train, self.tokens, 0.0
+        begun = step_begun = time.monotonic()
+        window = Window()
+        stopped_by: int | None = None
+        for micro in self._timed(self.loader):
+            blocks = self.learner.blocks(micro.samples)
+            if blocks is not None:
+                measured = self.learner.measure(blocks)
+                measured.loss_sum.backward()
+                self.accumulator.sums.add_sums(measured)
+            tokens = sum(len(sample.input_ids) for sample in micro.samples)
+            self.accumulator.sums.add(samples=len(micro.samples), tokens=tokens)
+            if not micro.last:
+                continue
+
+            sums = self._reduce()
+            rate = learning_rate(self.step, self.total_steps, settings)
+            norm = self.optimizer.step(self.accumulator.gradient, sums.weight, rate)
+            self.accumulator.clear()
+            self._count(sums, norm)
+            step_s, step_begun = time.monotonic() - step_begun, time.monotonic()
+            busy_s += step_s
+            window.add(sums, step_s)
+            stopped_by = signal.SIGTERM if sums.sigterm else signal.SIGINT if sums.sigint else None
+            last = self.step == self.total_steps or stopped_by is not None
+            if self.step % settings.log_every_steps == 0 or self.step == 1 or last:
+                self._log(tracker, window.figures(self.ranks.world) | {"lr": rate, "grad_norm": norm})
+                window = Window()
+            if stopped_by is not None:
+                break
+            if self.step % settings.validate_every_steps == 0 or last:
+                self._validate(tracker, None if last else settings.validation_samples)
+            if self.step % settings.checkpoint_every_steps == 0:
+                self._save()
+            step_begun = time.monotonic()
+
+        if self.step != self.saved_step:
+            self._save()
+        self.ranks.from_first(lambda: self._wait_for_checkpoint(stopped_by))
+        newest = self.publisher.published
+        return TrainSummary(
+            steps=self.step, total_steps=self.total_steps, first_loss=self.first_loss, last_loss=self.last_loss,
+            tokens=self.tokens, tokens_per_s=(self.tokens - tokens_before) / busy_s, seconds=time.monotonic() - begun,
+            acceptance=self.acceptance, checkpoint=newest.prefix if newest else None, stopped_by=stopped_by,
+        )  # fmt: skip
+
+    def _timed(self, loader: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The same micro-batches, the time waited for each added to the sums of the step."""
+        micros = iter(loader)
+        while True:
+            asked = time.monotonic()
+            micro = next(micros, None)
+            if micro is None:
+                return
+            self.accumulator.sums.add(wait_s=time.monotonic() - asked)
+            yield micro
+
+    def _reduce(self) -> Sums:
+        """The one collective of a step: gradient and sums, and with them what one rank has to say to all others."""
+        received = self.signals.received
+        self.accumulator.sums.add(
+            sigterm=received == signal.SIGTERM, sigint=received == signal.SIGINT, failed=self.publisher.failed
+        )
+        sums = self.accumulator.reduce(self.ranks)
+        if sums.failed:
+            self.publisher.wait()  # raises on the rank where it failed
+            raise UserError("rank 0 could not publish a checkpoint: its message says why")
+        return sums
+
+    def _count(self, sums: Sums, norm: float) -> None:
+        """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is published."""
+        self.step += 1
+        if not math.isfinite(norm) or not math.isfinite(sums.mean_loss):
+            newest = self.publisher.published
+            raise UserError(
+                f"step {self.step}: loss {sums.mean_loss}, gradient norm {norm}: the training has diverged. Lower train.lr, "
+                "or raise train.warmup_fraction; it continues from "
+                + (f"the checkpoint of step {newest.step}" if newest else "the start")
+            )
+        self.tokens += int(sums.tokens)
+        self.last_loss = sums.mean_loss
+        if self.step == 1:
+            self.first_loss = self.last_loss
+
+    def _log(self, tracker: Tracker, figures: dict[str, float]) -> None:
+        tracker.log({f"train/{name}": value for name, value in figures.items()}, step=self.step)
+        if self.ranks.first:
+            log.info(
+                "step %d/%d  loss %.4f  lr %.2e  gradient %.3f  %.0f tokens/s  waiting for data %.0f %%",
+                self.step, self.total_steps, figures["loss"], figures["lr"], figures["grad_norm"],
+                figures["tokens_per_s"], 100 * figures["data_wait_share"],
+            )  # fmt: skip
+
+    def _validate(self, tracker: Tracker, limit: int | None) -> None:
+        """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to stop."""
+        ranks = self.ranks
+        samples = validation_samples(
+            self.store, self.run_, self.config, rank=ranks.rank, world=ranks.world, limit=limit
+        )
+        figures = validate(self.learner, samples, ranks, give_up=lambda: self.signals.received is not None)
+        if not figures:
+            return
+        self.acceptance = figures.get("acceptance_length", self.acceptance)
+        tracker.log({f"validation/{name}": value for name, value in figures.items()}, step=self.step)
+        if ranks.first:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if "/" not in name)
+            log.info("step %d/%d  validation  %s", self.step, self.total_steps, shown)
+
+    def _save(self) -> None:
+        """Rank 0: copy weights and moments to the host, and publish them in the background."""
+        self.saved_step = self.step
+        if not self.ranks.first:
+            return
+        self.publisher.settle()
+        if self.publisher.failed:
+            return  # every rank is told at the end of the next step
+        state = TrainState(
+            step=self.step, total_steps=self.total_steps, optimizer_steps=self.optimizer.steps, tokens=self.tokens,
+            first_loss=self.first_loss, last_loss=self.last_loss, acceptance=self.acceptance,
+            stream=self.stream.state_dict(), drafter=self.learner.drafter.config.to_json(),
+            fingerprint=self.run_.identity.fingerprint, settings=self.ownership.record.settings,
+        )  # fmt: skip
+        model, moments = host_copy(self.optimizer.named), host_copy(self.optimizer.tensors())
+        self.publisher.start(Snapshot(state, model, moments))
+
+    def _wait_for_checkpoint(self, stopped_by: int | None) -> None:
+        """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it came."""
+        deadline = time.monotonic() + GRACE_S if stopped_by is not None else math.inf
+        while True:
+            if self.signals.received is not None:
+                deadline = min(deadline, self.signals.since + GRACE_S)
+            try:
+                return self.publisher.wait(timeout_s=0.2)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    break
+        self.publisher.close()
+        newest = self.publisher.published
+        begin = f"step {newest.step}" if newest else "its start"
+        log.warning("the checkpoint of step %d took longer than %g s and was dropped: the training continues from %s",
+                    self.step, GRACE_S, begin)  # fmt: skip
+        return None
