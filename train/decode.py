@@ -1,35 +1,38 @@
 """How many tokens a target's forward pass yields when a drafter drafts for it: the acceptance length.
 
-Two ways to the same list of rounds. The *walk* needs no target: over a text that the target wrote by itself (greedily)
-and the states that were stored with it, the drafter drafts at every place at once, and the rounds are read off. The
-*live loop* decodes with the real target, and is the proof that the walk is right. Reports and intervals are
-`evaluate`'s; the target's cache is `verifier`'s.
+Two ways to the same list of rounds. The *walk* needs no target: over a text that the target wrote by itself
+(greedily) and the states that were stored with it, the drafter drafts at every place at once, and the rounds
+are read off. The *live loop* decodes with the real target, and is the proof that the walk is right. Reports and
+intervals are `evaluate`'s; the target's cache is `verifier`'s.
 
-What a round is. It begins at an anchor, the last token decided so far. The drafter fills a block of B slots with it,
-slots 1 … B-1 are its drafts; the target accepts the leading ones that equal its own greedy choice, and adds one token
-of its own. The acceptance length of the round is what it adds to the text: accepted drafts + 1, in 1 … B.
+What a round is. It begins at an anchor, the last token decided so far. The drafter fills a block of B slots
+with it, slots 1 … B-1 are its drafts; the target accepts the leading ones that equal its own greedy choice, and
+adds one token of its own. The acceptance length of the round is what it adds to the text: accepted drafts + 1,
+in 1 … B.
 
-The ends. The first token comes from the prompt's own forward pass, before any draft: it is the first anchor, and is
-not counted. The text ends at the end-of-text token (which belongs to it), or after max_new_tokens; the last round is
-cut there and counts what the text still took: min(accepted + 1, tokens left). So the lengths of all rounds sum to the
-tokens of the continuation less one. The block is drafted in full in the last round too, as a server does.
+The ends. The first token comes from the prompt's own forward pass, before any draft: it is the first anchor,
+and is not counted. The text ends at the end-of-text token (which belongs to it), or after max_new_tokens; the
+last round is cut there and counts what the text still took: min(accepted + 1, tokens left). So the lengths of
+all rounds sum to the tokens of the continuation less one. The block is drafted in full in the last round too,
+as a server does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_stream.head import Head
+from dflash_stream.target.load import Target, cut_at_end
 from train.drafter import Drafter, DrafterCache
 from train.verifier import Verifier
 
-ANCHORS_AT_ONCE = 256
+ANCHORS_AT_ONCE = 256  # of a text that go through the drafter together
 
 
 # ---------------------------------------------------------------- the walk
@@ -42,19 +45,17 @@ def leading_matches(
     input_ids: Tensor,
     hidden_states: Tensor,
     anchors: Tensor,
-    *,
-    end: int | None = None,
 ) -> Tensor:
     """For each anchor, how many leading drafts equal the text.
 
-    input_ids [T] int64; hidden_states [T, K, H], the tapped states of these tokens; anchors [N] int64, sorted, in
-    1 … T-1. Slots at or behind `end` (unset: T) match nothing. → int64 [N] on the host, in 0 … B-1.
+    input_ids [T] int64; hidden_states [T, K, H], the tapped states of these tokens; anchors [N] int64, sorted,
+    in 1 … T-1. Slots behind the text match nothing. → int64 [N] on the host, in 0 … B-1.
 
-    Only a slot whose predecessors all match goes through lm_head: one row an anchor for a drafter that knows nothing,
-    not B-1.
+    Only a slot whose predecessors all match goes through lm_head: one row an anchor for a drafter that knows
+    nothing, not B-1.
     """
     device, dtype = head.embed_tokens.device, head.embed_tokens.dtype
-    ids = input_ids.to(device)[: end if end is not None else len(input_ids)]
+    ids = input_ids.to(device)
     block_size = drafter.config.block_size
     found = torch.zeros(len(anchors), dtype=torch.int64)
     if not len(anchors):
@@ -79,7 +80,8 @@ def leading_matches(
 def rounds_of(matches: Sequence[int], tokens: int) -> list[int]:
     """Acceptance lengths of the rounds over a continuation of `tokens` tokens.
 
-    matches[i]: leading matches with the i-th token of the continuation as the anchor (its last token needs none).
+    matches[i]: leading matches with the i-th token of the continuation as the anchor (its last token needs
+    none).
     """
     lengths: list[int] = []
     place = 0
@@ -95,9 +97,9 @@ def acceptance_walk(
 ) -> list[int]:
     """Acceptance length of every round over the target's own text, without the target.
 
-    input_ids [P+N] int64, prompt and greedy continuation; hidden_states [P+N, K, H]; prompt_tokens P ≥ 1. The list
-    is the one that `speculative_generate` makes for this prompt, up to rounding. A continuation of fewer than two
-    tokens has no round.
+    input_ids [P+N] int64, prompt and greedy continuation; hidden_states [P+N, K, H]; prompt_tokens P ≥ 1. The
+    list is the one that `speculative_generate` makes for this prompt, up to rounding. A continuation of fewer
+    than two tokens has no round.
     """
     tokens = len(input_ids) - prompt_tokens
     anchors = prompt_tokens + torch.arange(max(0, tokens - 1))
@@ -108,8 +110,8 @@ def acceptance_walk(
 def slot_acceptance(lengths: Sequence[int], block_size: int) -> tuple[list[int], list[int]]:
     """From the rounds of one text: (rounds that accepted slot k, rounds that could have), k = 1 … B-1.
 
-    A round that the end of the text cut says nothing of the slots for which the text had no room: slot k is counted
-    where at least k + 1 tokens were left.
+    A round that the end of the text cut says nothing of the slots for which the text had no room: slot k is
+    counted where at least k + 1 tokens were left.
     """
     accepted, offered = [0] * (block_size - 1), [0] * (block_size - 1)
     left = list(accumulate(reversed(lengths)))[::-1]
@@ -125,8 +127,9 @@ def slot_acceptance(lengths: Sequence[int], block_size: int) -> tuple[list[int],
 
 @dataclass(frozen=True)
 class Generation:
-    """A continuation. tokens: without the prompt, end-of-text included; lengths: acceptance length of each round;
-    target_forwards: passes of the target after the prompt's, those that replay accepted tokens included."""
+    """A continuation. tokens: without the prompt, end-of-text included; lengths: acceptance length of each
+    round; target_forwards: passes of the target after the prompt's, those that replay accepted tokens
+    included."""
 
     tokens: list[int]
     lengths: list[int]
@@ -135,54 +138,30 @@ class Generation:
 
 @torch.inference_mode()
 def speculative_generate(
-    model: nn.Module,
-    drafter: Drafter,
-    head: Head,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    *,
-    eos: Collection[int] = (),
+    target: Target, drafter: Drafter, head: Head, prompt_ids: Sequence[int], max_new_tokens: int
 ) -> Generation:
     """Decode greedily with drafts: the text is the target's own greedy text, whatever the drafter is worth.
 
-    model: the whole target, a causal language model of transformers on the head's device; prompt_ids: at least one
-    token; max_new_tokens ≥ 1. In float32 the text is equal token for token; in bfloat16 a near-tie of two logits can fall either
-    way when tokens are verified together.
+    target: loaded whole, on the device of drafter and head; prompt_ids: at least one token; max_new_tokens ≥ 1.
+    In float32 the text is equal token for token; in bfloat16 a near-tie of two logits can fall either way when
+    tokens are verified together.
     """
-    device, config = head.embed_tokens.device, drafter.config
-    target = Verifier(model, config.target_layer_ids)
-    successors, states = target.extend(torch.tensor(list(prompt_ids), device=device), last=True)
-    tokens, lengths = [int(successors[0])], list[int]()
-    drafts = _Drafts(drafter, head)
-    while len(tokens) < max_new_tokens and tokens[-1] not in eos:
+    verifier, drafts = Verifier(target, drafter.config.target_layer_ids), _Drafts(drafter, head)
+    successors, states = verifier.extend(torch.tensor(list(prompt_ids), device=target.device), last=True)
+    tokens, lengths = successors.tolist(), list[int]()
+    while len(tokens) < max_new_tokens and tokens[-1] not in target.eos:
         start = len(prompt_ids) + len(tokens) - 1
-        block = torch.cat([successors.new_tensor([tokens[-1]]), drafts.draft(tokens[-1], states, start)])
+        block = torch.cat([successors.new_tensor(tokens[-1:]), drafts.draft(tokens[-1], states, start)])
         block = block[: max_new_tokens - len(tokens)]  # what the text has no room for is not verified
-        successors, states = target.extend(block)
+        successors, states = verifier.extend(block)
         accepted = int((block[1:] == successors[:-1]).long().cumprod(0).sum())
-        added = successors[: accepted + 1].tolist()
-        added = added[: next((i + 1 for i, token in enumerate(added) if token in eos), len(added))]
+        added = cut_at_end(successors[: accepted + 1].tolist(), target.eos)
         tokens += added
         lengths.append(len(added))
-        if len(tokens) < max_new_tokens and tokens[-1] not in eos:
-            target.keep(len(added))
-            states = states[: len(added)]
-    return Generation(tokens, lengths, target.forwards - 1)
-
-
-@torch.inference_mode()
-def greedy_generate(
-    model: nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, *, eos: Collection[int] = ()
-) -> list[int]:
-    """The target's greedy continuation, one token a forward pass."""
-    target = Verifier(model, [])
-    device = next(model.parameters()).device
-    successors, _ = target.extend(torch.tensor(list(prompt_ids), device=device), last=True)
-    tokens = [int(successors[0])]
-    while len(tokens) < max_new_tokens and tokens[-1] not in eos:
-        successors, _ = target.extend(successors)
-        tokens.append(int(successors[0]))
-    return tokens
+        states = states[: len(added)]
+        if len(tokens) < max_new_tokens and tokens[-1] not in target.eos:
+            verifier.keep(len(added))
+    return Generation(tokens, lengths, verifier.forwards - 1)
 
 
 class _Drafts:
@@ -192,8 +171,8 @@ class _Drafts:
         self._drafter, self._head, self._cache = drafter, head, DrafterCache()
 
     def draft(self, anchor: int, states: Tensor, start: int) -> Tensor:
-        """The B-1 drafts [B-1] behind `anchor`, the token at position `start`; states [n, K, H] are those since the
-        last draft, positions start-n … start-1."""
+        """The B-1 drafts [B-1] behind `anchor`, the token at position `start`; states [n, K, H] are those since
+        the last draft, positions start-n … start-1."""
         head, config = self._head, self._drafter.config
         ids = _blocks(torch.tensor([anchor], device=states.device), config.block_size, config.mask_token_id)
         context = self._drafter.project(states[None].to(head.embed_tokens.dtype))

@@ -1,38 +1,38 @@
-"""The whole target with the cache of one text: it extends the text, shows its tapped states, and takes tokens back.
+"""The whole target with the cache of one text: it extends the text, shows its tapped states, and takes tokens
+back.
 
-The live decoding loop asks it to verify drafts. What differs between targets is only how rejected tokens are taken
-back: attention layers drop rows of their keys and values; a linear-attention layer has mixed the rejected tokens into
-its state, so the states of before are put back and the accepted tokens are run once more. Works with the cache
-interface of transformers 5.12 and later.
+The live decoding loop asks it to verify drafts. What differs between targets is only how rejected tokens are
+taken back: attention layers drop rows of their keys and values; a linear-attention layer has mixed the rejected
+tokens into its state, so the states of before are put back and the accepted tokens are run once more. Works
+with the cache interface of transformers 5.12 and later.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dflash_stream.target.layers import find_layers
+from dflash_stream.target.load import Target
 from dflash_stream.target.taps import tapped
 
 
 class Verifier:
     """A target with the cache of one text (batch 1).
 
-    model: a causal language model of transformers, whole, in eval mode; layers: the decoder layers to tap (0-based,
-    their output; may be empty). `forwards` counts the forward passes made, replays included.
+    target: loaded whole; layers: the decoder layers to tap (0-based, their output). `forwards` counts the
+    forward passes made, replays included.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
         self.forwards = 0
-        self._model, self._decoder, self._taps = model, find_layers(model), list(layers)
-        self._cache, self._replays = _new_cache(model.config)
-        accepted = inspect.signature(model.forward).parameters
+        self._target, self._layers = target, list(layers)
+        self._cache, self._replays = _new_cache(target.model.config)
+        accepted = inspect.signature(target.model.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         self._before: list[dict[str, Any]] = []  # what the cache layers held before the last extension
         self._last: Tensor | None = None
@@ -41,7 +41,8 @@ class Verifier:
     def extend(self, tokens: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Append tokens [n] → (the target's greedy successor of each of them [n], tapped states [n, K, H]).
 
-        With `last` only the successor of the last token, [1]: a long prompt needs no logits of its other tokens.
+        With `last` only the successor of the last token, [1]: a long prompt needs no logits of its other
+        tokens.
         """
         if self._replays:
             self._before = [_snapshot(layer) for layer in self._cache.layers]
@@ -65,22 +66,18 @@ class Verifier:
     def _forward(self, tokens: Tensor, keep_logits: int) -> tuple[Tensor, Tensor]:
         arguments = {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": keep_logits}
         states: dict[int, Tensor] = {}
-        taps = tapped(self._decoder, self._taps, states.__setitem__) if self._taps else nullcontext()
-        with taps:
-            logits = self._model(input_ids=tokens[None], **arguments).logits[0]
+        with tapped(self._target.layers, self._layers, states.__setitem__):
+            logits = self._target.model(input_ids=tokens[None], **arguments).logits[0]
         self.forwards += 1
-        outputs = [states[place][0] for place in range(len(self._taps))]
-        return logits.argmax(dim=-1), torch.stack(outputs, dim=1) if outputs else logits.new_empty(
-            len(tokens), 0, 0
-        )
+        return logits.argmax(dim=-1), torch.stack([states[place][0] for place in sorted(states)], dim=1)
 
 
 def _new_cache(config: Any) -> tuple[DynamicCache, bool]:
     """An empty cache, and whether taking tokens back needs a replay.
 
-    Targets of attention layers alone get a cache that keeps every key and value, sliding layers too (their mask does
-    the sliding): any number of rows can be dropped from it, also beyond the window, where a cache that keeps only the
-    window has lost what a rollback needs.
+    Targets of attention layers alone get a cache that keeps every key and value, sliding layers too (their mask
+    does the sliding): any number of rows can be dropped from it, also beyond the window, where a cache that
+    keeps only the window has lost what a rollback needs.
     """
     cache = DynamicCache(config=config)
     if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
@@ -89,8 +86,8 @@ def _new_cache(config: Any) -> tuple[DynamicCache, bool]:
 
 
 def _snapshot(layer: Any) -> dict[str, Any]:
-    """What a cache layer holds, safe from later updates: keys and values grow by concatenation, into new tensors;
-    everything else may be written in place and is cloned."""
+    """What a cache layer holds, safe from later updates: keys and values grow by concatenation, into new
+    tensors; everything else may be written in place and is cloned."""
     return {
         name: value if name in ("keys", "values") else _cloned(value) for name, value in vars(layer).items()
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.train.tiny_pair import Pair, drafter_config, own_greedy, states_of, trained_pair
+from tests.train.tiny_pair import NEW_TOKENS, Pair, drafter_config, states_of, trained_pair
 from train import decode
 from train.decode import (
     Generation,
@@ -31,8 +31,8 @@ def live_rounds() -> tuple[Pair, list[tuple[list[int], Generation, Tensor]]]:
     pair = trained_pair()
     made = []
     for prompt in [*pair.prompts[:8], *PROMPTS]:
-        live = speculative_generate(pair.model, pair.drafter, pair.head, prompt, 40)
-        made.append((prompt, live, states_of(pair.model, prompt + live.tokens)))
+        live = speculative_generate(pair.target, pair.drafter, pair.head, prompt, NEW_TOKENS)
+        made.append((prompt, live, states_of(pair.target, prompt + live.tokens)))
     return pair, made
 
 
@@ -52,7 +52,7 @@ def mean(lengths: list[list[int]]) -> float:
 def test_live_text_is_the_targets_own() -> None:
     pair, made = live_rounds()
     for prompt, live, _ in made:
-        assert live.tokens == own_greedy(pair.model, prompt, 40)
+        assert live.tokens == pair.target.greedy([prompt], NEW_TOKENS)[0]
         assert live.target_forwards == len(live.lengths)
 
 
@@ -73,7 +73,8 @@ def test_walk_and_live_loop_agree_for_sliding_layers() -> None:
     lengths = walks(drafter)
     assert max(length for rounds in lengths for length in rounds) > 2
     assert lengths == [
-        speculative_generate(pair.model, drafter, pair.head, prompt, 40).lengths for prompt, _, _ in made
+        speculative_generate(pair.target, drafter, pair.head, prompt, NEW_TOKENS).lengths
+        for prompt, _, _ in made
     ]
 
 
