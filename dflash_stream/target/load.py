@@ -8,6 +8,7 @@ states.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.target.identity import read_config
 from dflash_stream.target.layers import check_layers, find_backbone
-from dflash_stream.target.taps import PendingStates, Tapper, Tokens
+from dflash_stream.target.taps import PendingStates, Tapper, Tokens, pad
 
 # Families whose first layers compute the same when the later ones are absent (Gemma 4, for one, shares keys and values
 # from the end backwards), by the model_type of their text config.
@@ -62,16 +63,9 @@ class Target:
         Prompts are padded on the left: a recurrent state would take padding on the right for text.
         """
         assert self.whole, "generation needs the whole target"
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.int64)
-            mask[row, width - len(prompt) :] = 1
-        made = self.model.generate(
-            input_ids=ids.to(self.device), attention_mask=mask.to(self.device), max_new_tokens=max_new_tokens
-        )
-        return [cut_at_end(row, self.eos) for row in made[:, width:].tolist()]
+        ids, mask = pad(prompts, self.device, left=True)
+        made = self.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens)
+        return [cut_at_end(row, self.eos) for row in made[:, ids.shape[1] :].tolist()]
 
 
 def cut_at_end(tokens: list[int], eos: frozenset[int]) -> list[int]:
@@ -117,12 +111,13 @@ def cut_layers(text: Any, count: int) -> None:
 
 
 def _from_pretrained(settings: TargetSettings, config: Any, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto: Any = transformers.AutoModelForCausalLM
     options: dict[str, Any] = {"device_map": {"": device}} if device.type == "cuda" else {}
     try:
         with _quiet():  # its report of unused weights; missing ones are an error below
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto.from_pretrained(
                 settings.id,
                 config=config,
                 revision=settings.revision or "main",
@@ -151,9 +146,13 @@ def _from_pretrained(settings: TargetSettings, config: Any, device: torch.device
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    from transformers.utils import logging as bars
+
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
+    if not sys.stderr.isatty():  # a progress bar in a log file is a page of noise
+        bars.disable_progress_bar()
     try:
         yield
     finally:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash_stream.errors import UserError
+
 Tokens = Sequence[int] | np.ndarray[Any, Any] | Tensor
 
 
@@ -97,14 +99,16 @@ class PendingStates:
         return ""
 
 
-def pad_right(batch: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
-    """input_ids [B, S] int64 and attention_mask [B, S] int64 (1 = token), padded with token 0 on the right."""
-    ids = torch.zeros(len(batch), max(len(tokens) for tokens in batch), dtype=torch.int64)
+def pad(batch: Sequence[Tokens], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask (1 = token), [B, S] int64 each, padded with token 0 on the right, or on the left."""
+    width = max(len(tokens) for tokens in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, tokens in enumerate(batch):
-        ids[row, : len(tokens)] = torch.as_tensor(np.asarray(tokens), dtype=torch.int64)
-        mask[row, : len(tokens)] = 1
-    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+        start = width - len(tokens) if left else 0
+        ids[row, start : start + len(tokens)] = torch.tensor(np.asarray(tokens), dtype=torch.int64)
+        mask[row, start : start + len(tokens)] = 1
+    return ids.to(device), mask.to(device)
 
 
 class Tapper:
@@ -120,7 +124,7 @@ class Tapper:
     @torch.no_grad()
     def submit(self, batch: Sequence[Tokens]) -> PendingStates:
         """Start the forward pass of a batch of token sequences; on CUDA this returns before it is done."""
-        ids, mask = pad_right(batch, self._device)
+        ids, mask = pad(batch, self._device)
         valid = mask.bool()[:, :, None]
         states: list[Tensor] = []  # one [B, S, K, H], made when the first layer tells its width
         flags = torch.empty(2, len(batch), len(self._ids), dtype=torch.bool, device=self._device)

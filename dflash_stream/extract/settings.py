@@ -1,0 +1,65 @@
+"""Compares the settings of a process with the run it is about to work on.
+
+Only what the settings state counts: a setting that is left out follows the run, so the store's address is enough to
+join one. What does not alter the content (batch budget, uploads in flight, number of processes) is free.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflash_stream.config import Config, TargetSettings
+from dflash_stream.run import Identity, TargetIdentity, compare
+from dflash_stream.target.layers import dflash_layers
+
+
+def target_settings(identity: Identity, given: TargetSettings) -> TargetSettings:
+    """The settings to load the run's target with: id, revision and dtype of the run where none are given."""
+    return given.model_copy(
+        update={
+            "id": given.id or identity.target.id,
+            "revision": given.revision
+            or (None if given.id and is_directory(given.id) else identity.target.revision),
+            "dtype": given.dtype if "dtype" in given.model_fields_set else identity.dtype,
+        }
+    )
+
+
+def check_settings(identity: Identity, config: Config, where: str) -> None:
+    """UserError naming every stated setting that differs from the run, both values, and what to do. Reads no model."""
+    stated = config.prepare.model_fields_set
+    changes: dict[str, Any] = {
+        name: getattr(config.prepare, name)
+        for name in ("codec", "final_state", "seed", "unit_bytes")
+        if name in stated
+    }
+    changes["text"] = identity.text.model_copy(
+        update={
+            name: getattr(config.prepare, name)
+            for name in ("max_tokens", "truncation", "turns")
+            if name in stated
+        }
+    )
+    if config.prepare.layers is not None:
+        changes["layers"] = config.prepare.layers
+    elif "num_taps" in stated:
+        changes["layers"] = dflash_layers(identity.target.num_layers, config.prepare.num_taps)
+    settings = target_settings(identity, config.target)
+    changes["dtype"] = settings.dtype
+    target: dict[str, Any] = {}
+    if not is_directory(settings.id):  # a directory may be anywhere: its config is compared before it is loaded
+        target = {"id": settings.id, "revision": settings.revision}
+    changes["target"] = identity.target.model_copy(update=target)
+    compare(identity, identity.model_copy(update=changes), where)
+
+
+def check_target(identity: Identity, found: TargetIdentity, where: str) -> None:
+    """UserError when the model that would be loaded is not the one of the run."""
+    same_place = {"id": identity.target.id, "revision": identity.target.revision}
+    compare(identity, identity.model_copy(update={"target": found.model_copy(update=same_place)}), where)
+
+
+def is_directory(model: str) -> bool:
+    """Whether a target id is a local directory."""
+    return Path(model).is_dir()

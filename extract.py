@@ -1,0 +1,34 @@
+"""Stream the hidden states of a prepared run into its store: one process a GPU, on as many machines as there are.
+
+    accelerate launch extract.py --config configs/qwen3.6-27b.yaml
+    accelerate launch extract.py --store.url s3://bucket/run1 --extract.tokens_per_batch 16384
+
+Run it again to continue; a finished run is left as it is. `--help` shows every setting.
+"""
+
+from __future__ import annotations
+
+from dflash_stream import config, entry
+
+
+def main() -> int | None:
+    """Read the settings, extract what is missing; the exit status is 128 plus the signal when stopped by one."""
+    settings, _ = config.load(
+        program="extract.py",
+        about="Stream the target's hidden states of a prepared run into its store.",
+        sections=("store", "target", "extract", "tracking"),
+    )
+    from dflash_stream.extract import (
+        Interrupted,
+        extract,
+    )  # imports torch: --help and mistakes need not wait for it
+
+    try:
+        extract(settings)
+    except Interrupted as stop:
+        return stop.exit_code
+    return None
+
+
+if __name__ == "__main__":
+    entry.run(main)
