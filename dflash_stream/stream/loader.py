@@ -178,7 +178,7 @@ def _requests(plan: _Plan) -> Iterator[tuple[int, int] | None]:
 def make_loader(
     store: Store, run: Run, config: Config, *, rank: int = 0, world: int = 1, steps: int | None = None
 ) -> DataLoader[MicroBatch]:
-    """A DataLoader over one rank's TrainStream, which is its `.dataset`; it reads by threads, without workers."""
+    """A DataLoader over one rank's TrainStream, which is its `.dataset`; it reads by threads, not workers."""
     stream = TrainStream(store, run, config, rank=rank, world=world, steps=steps)
     return DataLoader(stream, batch_size=None, num_workers=0)
 

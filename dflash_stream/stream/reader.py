@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from dflash_stream.run import Run
 from dflash_stream.shards.codec import decode
 from dflash_stream.shards.index import Location, ShardIndex
 from dflash_stream.store import ObjectChanged, Store, crc32c
+from dflash_stream.stream.ranges import cut, plan_reads
 from dflash_stream.stream.sample import Sample
 
 _GAP_BYTES = (
@@ -52,44 +52,6 @@ class Counters:
     retries: int = 0  # requests that the store tried again, this reader's and others'
     wait_s: float = 0.0  # the consumer waited for the next sample
     prefetched_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Read:
-    """Bytes [start, stop) of an object: the payloads of `places`, indices into the list that was planned."""
-
-    start: int
-    stop: int
-    places: list[int]
-
-
-def plan_reads(locations: list[Location | None], range_bytes: int) -> list[Read]:
-    """Merge payloads that lie side by side into reads of at most `range_bytes`; a larger one is read alone.
-
-    Reads come in the order of their first place. A location of None has nothing to be read.
-    """
-    stored = [(where.object, where.offset, place) for place, where in enumerate(locations) if where is not None]
-    reads: list[Read] = []
-    current = ""
-    for name, offset, place in sorted(stored):
-        where = locations[place]
-        assert where is not None
-        stop = offset + where.size
-        last = reads[-1] if reads and name == current else None
-        if last and 0 <= offset - last.stop <= _GAP_BYTES and stop - last.start <= range_bytes:
-            reads[-1] = Read(last.start, stop, [*last.places, place])
-        else:
-            reads.append(Read(offset, stop, [place]))
-        current = name
-    return sorted(reads, key=lambda read: min(read.places))
-
-
-def cut(start: int, stop: int, range_bytes: int) -> list[tuple[int, int]]:
-    """[start, stop) as the fewest ranges of at most `range_bytes`, as equal as can be."""
-    length = stop - start
-    count = max(1, -(-length // range_bytes))
-    edges = [start + length * part // count for part in range(count + 1)]
-    return list(pairwise(edges))
 
 
 @dataclass
@@ -361,10 +323,8 @@ class _Fetch:
             )
 
     def _decode(self, entry: _Entry) -> Sample:
-        try:
-            sample = _sample(self._table.key[entry.row], entry.row, entry.epoch, decode(entry.payload))
-        except (UserError, KeyError, ValueError, RuntimeError) as error:
-            raise UserError(f"{self._place(entry)} cannot be decoded: {error}") from error
+        where = self._place(entry)
+        sample = _sample(self._table.key[entry.row], entry.row, entry.epoch, decode(entry.payload, where))
         tokens = int(self._table.tokens[entry.row])
         for name, shape in (
             ("input_ids", (tokens,)),
@@ -373,7 +333,7 @@ class _Fetch:
         ):
             found = tuple(getattr(sample, name).shape)
             if found != shape:
-                raise UserError(f"{self._place(entry)} has {name} of shape {found}, the run says {shape}")
+                raise UserError(f"{where} has {name} of shape {found}, the run says {shape}")
         return sample
 
     def _explain(self, entry: _Entry, error: BaseException) -> BaseException:
@@ -394,7 +354,7 @@ class _Fetch:
     def _place(self, entry: _Entry) -> str:
         where = entry.where
         assert where is not None
-        return f"{self._name(entry)} in {self._store.url}/{where.object}, {_bytes(where.offset, where.size)},"
+        return f"{self._name(entry)} in {self._store.url}/{where.object}, {_bytes(where.offset, where.size)}"
 
 
 def _bytes(start: int, length: int) -> str:
