@@ -1,8 +1,8 @@
 """What the rest of the project asks of a place that keeps objects.
 
-Two implementations: `s3` (boto3, any S3-compatible endpoint) and `local` (a directory). Keys are relative to the run's
-prefix. Every method retries by itself until its deadline; what it raises is final:
-NotFound, PreconditionFailed, ObjectChanged, or another StoreError that says what, where and what to do.
+Two implementations: `s3` (boto3, any S3-compatible endpoint) and `local` (a directory). Keys are relative to
+the prefix of the run. Every method retries by itself until its deadline; what it raises is final: NotFound,
+PreconditionFailed, ObjectChanged, or another StoreError that says what, where and what to do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class UploadInfo:
-    """A multipart upload that was begun and neither completed nor aborted. `initiated` is seconds since 1970."""
+    """A multipart upload that was begun and not ended. `initiated` is seconds since 1970."""
 
     key: str
     upload_id: str
@@ -82,8 +82,8 @@ class Traffic:
 class Store(Protocol):
     """An object store, seen from one run's prefix. Safe to use from many threads; not across a fork.
 
-    `reads` counts gets, heads and listings, `writes` everything else. Where a method takes `give_up`, setting that event
-    ends its retries: the fault of the moment is raised.
+    `reads` counts gets, heads and listings, `writes` everything else. Where a method takes `give_up`, setting
+    that event ends its retries: the fault of the moment is raised.
     """
 
     reads: Traffic
@@ -103,7 +103,7 @@ class Store(Protocol):
         ...
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """Fill `buffer` from byte `start`, resuming at the byte reached after a fault. Raises NotFound, ObjectChanged."""
+        """Fill `buffer` from byte `start`, resuming where a fault left off. Raises NotFound, ObjectChanged."""
         ...
 
     def put(
@@ -117,9 +117,9 @@ class Store(Protocol):
     ) -> str:
         """Write a small object and return its etag.
 
-        With `if_none_match` only if the key is free, with `if_match` only over that etag; PreconditionFailed otherwise.
-        A lost answer to a conditional put is settled by reading the object back: bodies of conditional puts must
-        therefore differ between writers (put a token in).
+        With `if_none_match` only if the key is free, with `if_match` only over that etag; PreconditionFailed
+        otherwise. A lost answer to a conditional put is settled by reading the object back: bodies of
+        conditional puts must therefore differ between writers (put a token in).
         """
         ...
 
@@ -154,7 +154,9 @@ class Store(Protocol):
         """Send part `number` (from 1). `data` may be reused once this returns."""
         ...
 
-    def complete_upload(self, key: str, upload_id: str, parts: Sequence[Part]) -> str:
+    def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[Part], *, give_up: threading.Event | None = None
+    ) -> str:
         """Make the object visible, and return its etag. Called once for a key that no other writer has."""
         ...
 
@@ -167,7 +169,7 @@ class Store(Protocol):
         ...
 
     def check(self) -> None:
-        """Probe once that the store can be written, honours conditional puts and accepts checksums; StoreError if not."""
+        """Try what the protocol needs, conditional puts and checksums above all; StoreError if it fails."""
         ...
 
     def close(self) -> None:

@@ -15,17 +15,24 @@ from urllib3.exceptions import HTTPError
 from dflash_stream.store.base import NotFound, ObjectChanged, PreconditionFailed, StoreError
 from dflash_stream.store.retry import Fault, Kind
 
-_CREDENTIALS = "Check the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile in AWS_PROFILE, or the machine's role"
-_RIGHTS = (
-    "The credentials need s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucket and "
-    "s3:ListBucketMultipartUploads on this bucket and prefix"
+_CREDENTIALS = (
+    "Check the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile in AWS_PROFILE, "
+    "or the role of the machine"
 )
+_EXPIRED = "The session token has expired: obtain new credentials and start again; finished work is kept"
+_REGION = "The bucket is in another region: set --store.region, and --store.endpoint for a store other than AWS"
+_RIGHTS = (
+    "The credentials need s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucket "
+    "(without it a missing object looks forbidden) and s3:ListBucketMultipartUploads on this bucket and prefix"
+)
+_FULL = "The store is full: free space or raise the quota"
 _REACH = "Check --store.endpoint (or AWS_ENDPOINT_URL_S3) and that the store is up"
 _CHECKSUM = "A store that does not know CRC32C checksums works with --store.checksums false"
 
 _THROTTLING = {
-    "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequests",
-    "ThrottledException", "RequestThrottled", "RequestThrottledException", "BandwidthLimitExceeded",
+    "SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "Throttling", "ThrottlingException",
+    "TooManyRequests", "ThrottledException", "RequestThrottled", "RequestThrottledException",
+    "BandwidthLimitExceeded",
 }  # fmt: skip
 _TRANSIENT = {
     "InternalError",
@@ -45,23 +52,23 @@ _DAMAGED = {
 _REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct --store.url",
     "InvalidBucketName": "Correct the bucket in --store.url",
-    "PermanentRedirect": "The bucket is in another region: set --store.region, and --store.endpoint for a store other than AWS",
-    "AuthorizationHeaderMalformed": "The bucket is in another region: set --store.region",
-    "IllegalLocationConstraintException": "The bucket is in another region: set --store.region",
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
     "AccessDenied": _RIGHTS,
     "AllAccessDisabled": _RIGHTS,
     "AccountProblem": _RIGHTS,
     "InvalidAccessKeyId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
     "InvalidToken": _CREDENTIALS,
-    "ExpiredToken": "The session token has expired: obtain new credentials and start again; finished work is kept",
-    "TokenRefreshRequired": "The session token has expired: obtain new credentials and start again; finished work is kept",
+    "ExpiredToken": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
     "RequestTimeTooSkewed": "Set this machine's clock",
     "EntityTooSmall": "Raise --store.part_bytes",
     "EntityTooLarge": "Lower --store.part_bytes",
-    "QuotaExceeded": "The store is full: free space or raise the quota",
-    "XMinioStorageFull": "The store is full: free space or raise the quota",
-    "InsufficientStorage": "The store is full: free space or raise the quota",
+    "QuotaExceeded": _FULL,
+    "XMinioStorageFull": _FULL,
+    "InsufficientStorage": _FULL,
 }
 _BY_STATUS = {
     "400": "An answer without a reason: often an expired session token or a wrong region",
@@ -83,7 +90,7 @@ class BadAnswer(Exception):  # noqa: N818
 
 
 def classify(error: Exception) -> Fault:
-    """The Fault of any exception that a request or the reading of its body can raise; what is no fault is raised again."""
+    """The Fault of an exception from a request or from reading its body; any other is raised again."""
     if isinstance(error, ClientError):
         return _of_answer(error)
     if isinstance(error, BadAnswer):
@@ -91,6 +98,12 @@ def classify(error: Exception) -> Fault:
     if isinstance(error, StoreError):
         raise error
     return _of_client(error)
+
+
+def is_expired(error: Exception) -> bool:
+    """Whether the store refused a request for credentials that have run out."""
+    code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
+    return code in ("ExpiredToken", "TokenRefreshRequired")
 
 
 def _of_answer(error: ClientError) -> Fault:

@@ -1,8 +1,9 @@
 """A directory as a store: the same protocol and layout as S3, for one machine or a shared file system.
 
-Objects are files and appear by rename, whole or not at all. What is being written lies under `.writing/` in the
-directory, out of sight of listings. An etag is inode, size and time of writing, the time set to the nanosecond by us:
-file systems that only tick every few milliseconds would else give two versions of one name the same etag.
+Objects are files and appear by rename, whole or not at all. What is being written lies under `.writing/` in
+the directory, out of sight of listings. An etag is inode, size and time of writing, the time set to the
+nanosecond here: a file system that only ticks every few milliseconds would else give two versions of one name
+the same etag.
 """
 
 from __future__ import annotations
@@ -106,15 +107,15 @@ class LocalStore:
         with self._errors("reading", key), self._path(key).open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if etag is not None and etag_of(status) != etag:
-                raise ObjectChanged(f"{where}: the object was replaced while it was read")
+                raise ObjectChanged(f"{where}: the object is no longer the one it was")
             begin = start if start >= 0 else status.st_size + start
             if begin < 0 or begin + len(view) > status.st_size:
-                raise StoreError(
-                    f"{where}: the object ends at byte {status.st_size}. It is not the object that the index names"
-                )
+                size = status.st_size
+                raise StoreError(f"{where}: the object has only {size} bytes. It is not what was expected here")
+            file.seek(begin)
             reached = 0
             while reached < len(view):
-                count = os.preadv(file.fileno(), [view[reached:]], begin + reached)
+                count = file.readinto(view[reached:])
                 if not count:
                     raise StoreError(f"{where}: the file was cut at byte {begin + reached} while it was read")
                 reached += count
@@ -164,7 +165,7 @@ class LocalStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One conditional change at a time, over threads, processes, and machines whose file system passes locks on."""
+        """One change at a time, over threads, processes, and machines whose file system passes locks on."""
         with (self._writing / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -255,8 +256,11 @@ class LocalStore:
         self.writes.add(requests=1, bytes=len(view))
         return Part(number, f'"{crc32c:08x}"', len(view), crc32c)
 
-    def complete_upload(self, key: str, upload_id: str, parts: Sequence[Part]) -> str:
+    def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[Part], *, give_up: threading.Event | None = None
+    ) -> str:
         path = self._path(key)
+        parts = sorted(parts, key=lambda part: part.number)
         with self._errors("completing the upload of", key):
             part_bytes = self._part_bytes(key, upload_id)
             data = self._upload(upload_id) / "data"
@@ -265,9 +269,8 @@ class LocalStore:
                 part.number == n and part.size_bytes == part_bytes for n, part in enumerate(parts[:-1], 1)
             )
             if not parts or not whole or parts[-1].number != len(parts) or data.stat().st_size != size:
-                raise StoreError(
-                    f"completing the upload of {key}: its {len(parts)} parts are not all there, or not of one size"
-                )
+                state = f"its {len(parts)} parts are not all there, or not of one size"
+                raise StoreError(f"completing the upload of {key}: {state}")
             etag = self._publish(data, path, if_none_match=False, if_match=None)
             shutil.rmtree(self._upload(upload_id), ignore_errors=True)
         self.writes.add(requests=1)

@@ -6,8 +6,8 @@ from dflash_stream import layout
 from dflash_stream.store.base import PreconditionFailed, Store, StoreError
 
 _NEEDED = (
-    "Without them two writers can both believe that they published the same shard. Use a store that has them: AWS, Ceph, "
-    "Cloudflare R2, MinIO, SeaweedFS and others do"
+    "Without conditional writes two writers can both believe that they published the same shard. Use a store "
+    "that has them: AWS, Ceph, Cloudflare R2, MinIO, SeaweedFS and others do"
 )
 
 

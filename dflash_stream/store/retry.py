@@ -1,7 +1,8 @@
-"""The retry loop of a store: full jitter, a deadline, and fewer requests in flight when the store asks for that.
+"""The retry loop of a store: full jitter, a deadline, fewer requests in flight when the store asks for that.
 
-It knows nothing of S3: a `classify` function turns an exception into a `Fault`. botocore's own retries are off, since their quota
-belongs to the client: of 64 threads that all meet a 503, most would give up after a retry or two.
+It knows nothing of S3: a `classify` function turns an exception into a `Fault`. botocore's own retries are
+off, since their quota belongs to the client: of 64 threads that all meet a 503, most would give up after a
+retry or two.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Clock:
 
 
 class Gate:
-    """A limit on requests in flight that halves when the store throttles, and grows by one a round trip after that.
+    """A limit on requests in flight: halved when the store throttles, raised by one a round trip after that.
 
     A burst of refusals counts once: only a request that began after the last cut may cause the next one.
     """
@@ -145,10 +146,11 @@ class Retrier:
         attempts: Attempts | None = None,
         give_up: threading.Event | None = None,
     ) -> T:
-        """The result of `action`, tried until it succeeds, fails for good, or `deadline_s` has passed without progress.
+        """The result of `action`, tried until it succeeds, fails for good, or `deadline_s` pass without
+        progress.
 
-        `what` names operation and object. Raises the StoreError of the last fault. Once `give_up` is set there is no
-        further attempt.
+        `what` names operation and object. Raises the StoreError of the last fault. Once `give_up` is set there
+        is no further attempt.
         """
         attempts = attempts or Attempts()
         attempts.since = self.clock.now()

@@ -1,8 +1,8 @@
 """S3, and anything that speaks it, through boto3.
 
-Cheap on the CPU: bodies are not signed with SHA-256 (TLS guards them, and a CRC32C goes along), parts are sent from
-memoryviews, reads go into the caller's buffer. Strict about answers: a range must come back as that range, of that
-object. The retry loop is `retry`'s, the meaning of errors `faults`'s, the upload of a stream of bytes `upload`'s.
+Cheap on the CPU: bodies are not signed with SHA-256 (TLS guards them, and a CRC32C goes along), parts are sent
+from memoryviews, reads go into the caller's buffer. Strict about answers: a range must come back as that
+range, of that object. The retry loop is `retry`'s, the meaning of errors `faults`'s, the client `client`'s.
 """
 
 from __future__ import annotations
@@ -11,101 +11,29 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
-
-import boto3
-from botocore import exceptions as boto
-from botocore.config import Config
+from typing import Any
 
 from dflash_stream.config import StoreSettings
-from dflash_stream.errors import UserError
 from dflash_stream.store.base import (
     NotFound,
     ObjectInfo,
     Part,
     PreconditionFailed,
-    StoreError,
     Traffic,
     UploadInfo,
 )
 from dflash_stream.store.checksum import crc32c, crc32c_header
-from dflash_stream.store.faults import BadAnswer, classify, scrub, scrub_url
+from dflash_stream.store.client import MAX_CONNECTIONS, Body, Connection, check_range, parse_url
+from dflash_stream.store.faults import BadAnswer, classify, is_expired, scrub
 from dflash_stream.store.probe import probe
-from dflash_stream.store.retry import Attempts, Clock, Gate, Kind, Retrier
+from dflash_stream.store.retry import Attempts, Clock, Fault, Gate, Kind, Retrier
 
-MAX_CONNECTIONS = 128
 ABORT_DEADLINE_S = 30.0  # an exit must not wait long for a cleanup; `repair` finds what is left
 CHECK_DEADLINE_S = 20.0
 READ_BYTES = 1 << 20
 DELETE_BATCH = 1000
-
-T = TypeVar("T")
-
-
-class Body:
-    """Bytes as botocore wants them, without a copy: it refuses memoryviews, but sends what `read` returns.
-
-    Seekable, since botocore measures a body by seeking and rewinds it when it sends it again.
-    """
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data).cast("B")
-        self._position = 0
-
-    def read(self, size: int = -1) -> memoryview:
-        end = len(self._data) if size is None or size < 0 else self._position + size
-        piece = self._data[self._position : end]
-        self._position += len(piece)
-        return piece
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._data)}[whence]
-        self._position = min(max(base + offset, 0), len(self._data))
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-
-def parse_url(url: str) -> tuple[str, str]:
-    """s3://bucket/prefix → (bucket, "prefix/"), or (bucket, "") for a whole bucket. UserError for anything else."""
-    parts = urlsplit(url)
-    if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
-        raise UserError(f"--store.url {scrub(url)} is not of the form s3://bucket/prefix")
-    prefix = parts.path.strip("/")
-    return parts.netloc, f"{prefix}/" if prefix else ""
-
-
-def parse_content_range(value: str | None) -> tuple[int, int, int] | None:
-    """ "bytes 5-9/100" → (5, 9, 100); None for anything else."""
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", value or "")
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def make_client(settings: StoreSettings) -> Any:
-    """A boto3 client that neither retries nor checksums nor signs bodies by itself."""
-    session = boto3.session.Session()
-    config = Config(
-        retries={"total_max_attempts": 1, "mode": "standard"},
-        max_pool_connections=MAX_CONNECTIONS,
-        connect_timeout=min(settings.timeout_s, 20.0),
-        read_timeout=settings.timeout_s,
-        tcp_keepalive=True,
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"addressing_style": settings.addressing, "payload_signing_enabled": False},
-    )
-    return session.client(
-        "s3",
-        endpoint_url=settings.endpoint,
-        region_name=settings.region or session.region_name or "us-east-1",
-        config=config,
-    )
 
 
 class S3Store:
@@ -114,13 +42,8 @@ class S3Store:
     def __init__(self, settings: StoreSettings, *, clock: Clock | None = None) -> None:
         self._bucket, self._prefix = parse_url(settings.url)
         self._settings = settings
-        try:
-            self._client = make_client(settings)
-        except (boto.BotoCoreError, ValueError) as error:
-            remedy = "Check --store.endpoint, --store.region and AWS_PROFILE"
-            raise StoreError(f"cannot open {self.url}: {scrub(str(error))}. {remedy}") from None
-        self._pid = os.getpid()
-        self._retrier = Retrier(settings.deadline_s, Gate(MAX_CONNECTIONS), classify, clock or Clock())
+        self._connection = Connection(settings)
+        self._retrier = Retrier(settings.deadline_s, Gate(MAX_CONNECTIONS), self._classify, clock or Clock())
         self.reads = Traffic()
         self.writes = Traffic()
 
@@ -129,24 +52,23 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
-    def endpoint(self) -> str:
-        """The address requests go to, without secrets."""
-        return scrub_url(self._client.meta.endpoint_url)
+    def requests_allowed(self) -> int:
+        """Requests allowed in flight now: fewer after the store has refused some as too many."""
+        return self._retrier.gate.limit
 
     def _request(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """One request, tried once."""
-        if os.getpid() != self._pid:
-            raise StoreError(
-                f"{self.url} was opened by process {self._pid}: a forked process must open its own store"
-            )
-        answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **arguments)
-        return answer
+        return self._connection.request(operation, Bucket=self._bucket, **arguments)
 
-    def _where(self, key: str) -> str:
-        return f"s3://{self._bucket}/{self._prefix}{key}"
+    def _classify(self, error: Exception) -> Fault:
+        """The fault of an exception; an expired token is none as long as there are newer credentials."""
+        fault = classify(error)
+        if is_expired(error) and self._connection.renew():
+            return dataclasses.replace(fault, kind=Kind.FEW)
+        return fault
 
     def _what(self, verb: str, key: str) -> str:
-        return f"{verb} {self._where(key)} at {self.endpoint}"
+        return f"{verb} s3://{self._bucket}/{self._prefix}{key} at {self._connection.endpoint}"
 
     def get(self, key: str) -> tuple[bytes, str]:
         def attempt() -> tuple[bytes, str]:
@@ -234,7 +156,7 @@ class S3Store:
         return str(answer["ETag"])
 
     def _settle(self, key: str, body: bytes | memoryview) -> str | None:
-        """After a conditional put that lost an answer and was then refused: the etag if the object is ours, else None."""
+        """A conditional put lost an answer and was then refused: the etag if the object is ours, else None."""
         try:
             found, etag = self.get(key)
         except NotFound:
@@ -370,7 +292,9 @@ class S3Store:
         self.writes.add(bytes=data.nbytes)
         return Part(number, answer["ETag"], data.nbytes, crc32c)
 
-    def complete_upload(self, key: str, upload_id: str, parts: Sequence[Part]) -> str:
+    def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[Part], *, give_up: threading.Event | None = None
+    ) -> str:
         listed: list[dict[str, Any]] = []
         for part in sorted(parts, key=lambda part: part.number):
             checksum = {"ChecksumCRC32C": crc32c_header(part.crc32c)} if self._settings.checksums else {}
@@ -387,6 +311,7 @@ class S3Store:
                 ),
                 self.writes,
                 attempts=attempts,
+                give_up=give_up,
             )
         except NotFound:  # a store may have completed it, lost the answer, and forgotten the upload
             if attempts.may_have_acted:
@@ -414,32 +339,4 @@ class S3Store:
         probe(self._within(min(self._settings.deadline_s, CHECK_DEADLINE_S)))
 
     def close(self) -> None:
-        self._client.close()
-
-
-def check_range(answer: dict[str, Any], start: int, reached: int, length: int) -> int:
-    """Verify that `answer` is bytes [start + reached, start + length) of the object; returns `start` as an absolute offset.
-
-    Raises BadAnswer.
-    """
-    status = answer["ResponseMetadata"]["HTTPStatusCode"]
-    if status != 206:
-        remedy = "The store, or a proxy before it, ignores ranged reads; it cannot serve a dataset"
-        raise BadAnswer(f"the store answered {status} to a ranged read", Kind.FINAL, remedy)
-    found = parse_content_range(answer.get("ContentRange"))
-    if found is None:
-        raise BadAnswer(f"an answer with the Content-Range {answer.get('ContentRange')!r}", Kind.FEW)
-    first, last, total = found
-    absolute = start if start >= 0 else total + start
-    if absolute < 0 or absolute + length > total:
-        raise BadAnswer(
-            f"the object ends at byte {total}", Kind.FINAL, "It is not the object that the index names"
-        )
-    if (first, last) != (absolute + reached, absolute + length - 1) or answer[
-        "ContentLength"
-    ] != length - reached:
-        wanted = f"{absolute + reached}-{absolute + length - 1}"
-        raise BadAnswer(
-            f"asked for bytes {wanted}, got {first}-{last}, {answer['ContentLength']} bytes", Kind.FEW
-        )
-    return absolute
+        self._connection.close()

@@ -1,9 +1,10 @@
-"""The upload of objects that are written as a stream: a fixed pool of part buffers, and a fixed number of requests.
+"""The upload of objects that are written as a stream: a fixed pool of part buffers, and a fixed number of
+requests.
 
-One copy, from the caller's memory into a part buffer, which is sent from where it lies. When the pool is empty the
-producer waits: that bounds the memory, and slows the producer down to the store. The first failure of an object is
-kept: the next write raises it, the upload is aborted, and complete is never called. An object that fits in one part is sent by a
-single put. Nothing but `finish` publishes: a finalizer aborts.
+One copy, from the caller's memory into a part buffer, which is sent from where it lies. When the pool is empty
+the producer waits: that bounds the memory, and slows the producer down to the store. The first failure of an
+object is kept: the next write raises it, the upload is aborted, and complete is never called. An object that
+fits in one part is sent by a single put. Nothing but `finish` publishes: a finalizer aborts.
 """
 
 from __future__ import annotations
@@ -20,24 +21,21 @@ from queue import SimpleQueue
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dflash_stream.config import MiB, StoreSettings
 from dflash_stream.store.base import Part, Store, StoreError
 from dflash_stream.store.checksum import crc32c
+from dflash_stream.store.pool import Buffer, Pool
 
 log = logging.getLogger(__name__)
 
 COMFORTABLE_PARTS = 9_000  # S3 allows 10,000: the rest is for a size that was estimated too low
 MAX_PARTS = 10_000
 MAX_PART_BYTES = 5 << 30
-CLOSE_POLL_S = 0.05
-
-Buffer = NDArray[np.uint8]
 
 
 def part_size(size_hint: int, part_bytes: int) -> int:
-    """The part size, in bytes, for an object of about `size_hint`: `part_bytes`, or more if that were over 9,000 parts."""
+    """The part size for about `size_hint` bytes: `part_bytes`, or more if that were over 9,000 parts."""
     needed = -(-size_hint // COMFORTABLE_PARTS)
     rounded = -(-needed // MiB) * MiB
     return min(max(part_bytes, rounded), MAX_PART_BYTES)
@@ -64,79 +62,8 @@ class UploadStats:
     blocked_s: float  # producers waited for a buffer
 
 
-class _Pool:
-    """Part buffers within a budget of bytes, allocated when first needed and reused.
-
-    A buffer is being filled (by the one object that holds it) or moving (queued or sent). When a buffer is wanted,
-    none fits the budget and none is moving, then none would ever come back: one more is allocated. So memory is bounded by
-    `budget_bytes`, or by one part for each open object if that is more.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._free: list[Buffer] = []
-        self._held_bytes = 0  # free and in use
-        self._moving = 0
-        self._changed = threading.Condition()
-        self.blocked_s = 0.0
-        self.peak_bytes = 0
-
-    def acquire(self, size: int, raise_if_failed: Callable[[], None]) -> Buffer:
-        """A buffer of `size` bytes, waiting for one; raises what `raise_if_failed` raises meanwhile."""
-        with self._changed:
-            found = self._take(size)
-            if found is not None:
-                return found
-            began = time.monotonic()
-            try:
-                while found is None:
-                    raise_if_failed()
-                    if self._moving == 0:
-                        return self._allocate(size)
-                    self._changed.wait()
-                    found = self._take(size)
-            finally:
-                self.blocked_s += time.monotonic() - began
-            return found
-
-    def _take(self, size: int) -> Buffer | None:
-        for place, buffer in enumerate(self._free):
-            if len(buffer) == size:
-                return self._free.pop(place)
-        while self._free and self._held_bytes + size > self._budget_bytes:
-            self._held_bytes -= len(self._free.pop())
-        return self._allocate(size) if self._held_bytes + size <= self._budget_bytes else None
-
-    def _allocate(self, size: int) -> Buffer:
-        self._held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
-        return np.empty(size, np.uint8)
-
-    def moves(self) -> None:
-        """A buffer has been queued."""
-        with self._changed:
-            self._moving += 1
-
-    def release(self, buffer: Buffer, *, moving: bool) -> None:
-        """Give a buffer back."""
-        with self._changed:
-            self._moving -= moving
-            if not len(buffer):  # of an empty object
-                pass
-            elif self._held_bytes > self._budget_bytes:
-                self._held_bytes -= len(buffer)
-            else:
-                self._free.append(buffer)
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let waiting producers look at their object's failure."""
-        with self._changed:
-            self._changed.notify_all()
-
-
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    """A part thread: runs jobs until it meets None. It holds no reference to the Uploader, which may so be collected."""
+    """A part thread: runs jobs until it meets None. It does not hold the Uploader, so that can be collected."""
     while (job := jobs.get()) is not None:
         job()
         del job
@@ -150,14 +77,14 @@ def _end_threads(jobs: SimpleQueue[Callable[[], None] | None], count: int) -> No
 class Uploader:
     """Uploads of one process, sharing `pool_bytes` of part buffers and `max_concurrent_uploads` threads.
 
-    All threads are daemons: neither a fork nor an exit waits for them. `left_behind` lists keys whose multipart upload could not
-    be aborted.
+    All threads are daemons: neither a fork nor an exit waits for them. `left_behind` lists keys whose
+    multipart upload could not be aborted.
     """
 
     def __init__(self, store: Store, settings: StoreSettings) -> None:
         self._store = store
         self._part_bytes = settings.part_bytes
-        self._pool = _Pool(max(settings.pool_bytes, 2 * settings.part_bytes))
+        self._pool = Pool(max(settings.pool_bytes, 2 * settings.part_bytes))
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -175,7 +102,7 @@ class Uploader:
         self._end_threads = weakref.finalize(self, _end_threads, self._jobs, len(self._threads))
 
     def open(self, key: str, *, size_hint: int = 0) -> ObjectUpload:
-        """Begin an object; `size_hint` is its expected size in bytes. Nothing is sent before the first part is full."""
+        """Begin an object; `size_hint` is its expected size in bytes. Nothing is sent until a part is full."""
         self._check_process()
         upload = ObjectUpload(self, key, part_size(size_hint, self._part_bytes))
         with self._lock:
@@ -311,9 +238,9 @@ class ObjectUpload:
                     self._queue_part()
 
     def finish(self) -> Future[UploadedObject]:
-        """No more bytes: complete the object when all parts are in. Returns at once; the future holds the object or the error.
+        """No more bytes: the object is completed when all parts are in. Returns at once.
 
-        Raises the first failure if there is one already.
+        The future holds the object or the error. A failure that is known already is raised here.
         """
         self._uploader._check_process()
         with self._writing:
@@ -334,7 +261,7 @@ class ObjectUpload:
         return future
 
     def abort(self) -> None:
-        """Drop the object: waits for its parts in flight, then aborts the upload. Without effect once it is complete."""
+        """Drop the object: wait for its parts in flight, abort the upload. No effect once it is complete."""
         if os.getpid() != self._uploader._pid:
             return
         self._begin_abort()
@@ -351,7 +278,7 @@ class ObjectUpload:
             self.abort()
 
     def __del__(self) -> None:
-        # May run anywhere, even inside a lock of ours: it only leaves a job, which SimpleQueue allows at any moment.
+        # May run anywhere, even inside one of these locks: it only leaves a job, as SimpleQueue always allows.
         if not self._settled.is_set() and os.getpid() == self._uploader._pid:
             self._uploader._jobs.put(self._begin_abort)
 
@@ -372,7 +299,7 @@ class ObjectUpload:
         with self._state:
             if self._error is None and not self._settling:
                 self._error = error
-                self._stop.set()
+        self._stop.set()
         self._uploader._pool.wake()
 
     def _queue_part(self) -> None:
@@ -400,7 +327,7 @@ class ObjectUpload:
         self._uploader._jobs.put(job)
 
     def _send(self, send: Callable[[memoryview], None], buffer: Buffer, filled: int) -> None:
-        """Runs in a part thread: one part, or the whole of a small object. Skipped once the object has failed."""
+        """In a part thread: send a part, or the whole of a small object. Skipped once the object has failed."""
         uploader = self._uploader
         uploader._count(queued=-1, in_flight=filled)
         sent = 0
@@ -433,7 +360,7 @@ class ObjectUpload:
         self._settle_if_idle()
 
     def _settle_if_idle(self) -> None:
-        """Once nothing is outstanding: complete what was finished, abort what has failed, on a thread of its own."""
+        """Nothing is outstanding: complete what was finished, abort what has failed, on a thread of its own."""
         with self._state:
             ended = self._future is not None or self._error is not None
             if self._outstanding or self._settling or not ended:
@@ -448,7 +375,9 @@ class ObjectUpload:
             assert self._upload_id is not None
             try:
                 parts = sorted(self._parts, key=lambda part: part.number)
-                etag = self._uploader._store.complete_upload(self.key, self._upload_id, parts)
+                etag = self._uploader._store.complete_upload(
+                    self.key, self._upload_id, parts, give_up=self._stop
+                )
             except BaseException as failure:
                 error = self._error = failure
         if error is not None and self._upload_id is not None:
