@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 from dflash_stream.stream.order import Order, block_starts, micro_batches, pack, split
 
 
-def table(units: int = 7, each: int = 9, first_row: int = 5) -> tuple[NDArray[np.int64], ...]:
+def table(
+    units: int = 7, each: int = 9, first_row: int = 5
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
     """Rows, units and token counts of a fixed training split that begins behind some held-out rows."""
     count = units * each
     tokens = (np.arange(count) * 7919 % 97 + 4).astype(np.int32)
-    return np.arange(count) + first_row, np.repeat(np.arange(units), each).astype(np.int32), tokens
+    return (
+        np.arange(count, dtype=np.int64) + first_row,
+        np.repeat(np.arange(units, dtype=np.int32), each),
+        tokens,
+    )
 
 
 def order(seed: int = 3, block_bytes: int = 150, **shape: int) -> Order:
