@@ -85,6 +85,16 @@ def checkpoint(name: str, step: int, token: str) -> str:
     return f"{checkpoints(name)}step-{step:08d}-{token}/"
 
 
+def exported(name: str, file: str) -> str:
+    """A file of the drafter as a published checkpoint."""
+    return f"{drafter(name)}export/{file}"
+
+
+def evaluation(name: str) -> str:
+    """What the drafter was last found to be worth."""
+    return f"{drafter(name)}eval.json"
+
+
 def new_token() -> str:
     """A random token that names one attempt or one writer."""
     return secrets.token_hex(6)
