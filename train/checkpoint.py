@@ -298,17 +298,14 @@ class Publisher:
         ownership = self.ownership
         prefix = layout.checkpoint(ownership.name, snapshot.state.step, ownership.token)
         try:
-            record = CheckpointRecord(
-                step=snapshot.state.step, prefix=prefix, files=self._upload(prefix, snapshot)
-            )
+            files = self._upload(prefix, snapshot)
         except BaseException:
             for upload in self._uploads:
                 upload.abort()
-            if not self._abandoned.is_set():
-                ownership.store.delete([prefix + name for name in (MODEL, OPTIMIZER, STATE)])
-            raise
+            raise  # an object that is complete already is deleted by the next trainer, in `take`
         finally:
             self._uploads.clear()
+        record = CheckpointRecord(step=snapshot.state.step, prefix=prefix, files=files)
         ownership.publish(record, self.keep)
         self.published = record
 

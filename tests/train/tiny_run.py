@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,13 @@ def settings(url: str, **changes: dict[str, Any]) -> Config:
     return build(values)
 
 
-def make_run(url: str, *, train: int = 40, validation: int = 4, codec: str = "bf16") -> Run:
-    """Write a run of `train` and `validation` samples of 8 to 40 tokens to an empty store, and open it."""
+def make_run(
+    url: str, *, train: int = 40, validation: int = 4, codec: str = "bf16", refused: Collection[int] = ()
+) -> Run:
+    """Write a run of `train` and `validation` samples of 8 to 40 tokens to an empty store, and open it.
+
+    Rows of the sample table in `refused` have no states, as if the target had failed on them.
+    """
     config = settings(url)
     store = open_store(config.store)
     rng = np.random.default_rng(0)
@@ -80,8 +86,11 @@ def make_run(url: str, *, train: int = 40, validation: int = 4, codec: str = "bf
     with Uploader(store, config.store) as uploader:
         for unit in range(run.identity.units):
             with ShardWriter(uploader, store, run.identity, unit, made_with={}) as writer:
-                for key, _, split, ids in (sample for sample in samples if sample[1] == unit):
-                    writer.add(key, _tensors(ids, split == "validation"))
+                for row, (key, of, split, ids) in enumerate(samples):
+                    if of == unit and row in refused:
+                        writer.refuse(key, "not finite")
+                    elif of == unit:
+                        writer.add(key, _tensors(ids, split == "validation"))
                 writer.finish().result()
     return run
 
@@ -169,7 +178,7 @@ def _write_head(store: Store) -> None:
     generator = torch.Generator().manual_seed(2)
     tensors = {
         "embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
-        "lm_head.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+        "lm_head.weight": 0.2 * torch.randn(VOCABULARY, HIDDEN, generator=generator),
         "norm.weight": torch.ones(HIDDEN),
     }
     store.put(f"{layout.HEAD}head.safetensors", save(tensors, metadata={"num_layers": str(LAYERS)}))
