@@ -1,18 +1,18 @@
 """Attention of draft blocks: every block reads the context before its anchor and its own tokens, nothing else.
 
 The rule (`visible_context`, `visible_block`) is written once; three implementations compute the same thing.
-`sdpa` masks densely over all blocks at once and is the reference. `grouped` walks over runs of neighbouring blocks and
-cuts the context at each run's last anchor, which is what makes it fast where nothing can skip a masked pair.
-`flex` hands the rule to flex_attention, whose kernels skip whole tiles on CUDA. Nothing here holds a parameter.
+`sdpa` masks densely over all blocks at once and is the reference. `grouped` walks over runs of neighbouring
+blocks and cuts the context at each run's last anchor: fast where nothing else skips masked pairs. `flex` hands
+the rule to flex_attention, whose kernels skip whole tiles on CUDA. Nothing here holds a parameter.
 
-Shapes: B samples, N blocks of L tokens each, S context tokens, d head width.
+Shapes: B samples, N blocks of L tokens each, S context tokens, d the width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,26 @@ from torch import Tensor
 from dflash_stream.errors import UserError
 
 Implementation = Literal["sdpa", "grouped", "flex"]
-# (query [B, heads, N·L, d], context keys, context values [B, kv_heads, S, d], block keys, block values
+# (query [B, heads, N·L, d], context keys and values [B, kv_heads, S, d], block keys and values
 # [B, kv_heads, N·L, d]) → [B, heads, N·L, d]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-GROUP_QUERIES = 128  # queries of a run: enough for a full matmul, few enough that their own keys cost little
-FLEX_TILE = 128  # keys and queries of a flex_attention tile
+RUN_QUERIES = 128  # queries of a run: enough for a full matmul, few enough to cut the context closely
+FLEX_TILE = 128  # queries and keys of a flex_attention tile
 
 
 def resolve(attention: str, device: torch.device) -> Implementation:
-    """The implementation that a setting names: `auto` is flex on CUDA and grouped elsewhere."""
+    """The implementation that train.attention names: `auto` is flex on CUDA and grouped elsewhere.
+
+    UserError for flex anywhere but on CUDA: it has no backward there.
+    """
     if attention == "auto":
         return "flex" if device.type == "cuda" else "grouped"
-    if attention in ("sdpa", "grouped", "flex"):
-        return attention  # type: ignore[return-value]
-    raise UserError(f"train.attention = {attention!r}: choose auto, sdpa, grouped or flex")
+    if attention == "flex" and device.type != "cuda":
+        raise UserError(f"train.attention = flex trains on CUDA only, this is {device.type}: set it to auto")
+    if attention not in ("sdpa", "grouped", "flex"):
+        raise UserError(f"train.attention = {attention!r}: choose auto, sdpa, grouped or flex")
+    return cast(Implementation, attention)
 
 
 def visible_context(
@@ -43,24 +48,36 @@ def visible_context(
 ) -> Tensor:
     """Which context positions each slot of each block reads.
 
-    anchors [B, N], keep [B, N] bool, positions [S] → [B, N, L, S] bool. Strictly before the anchor: when the drafter
-    runs, the anchor is a token whose hidden state the target has not computed yet. A window counts the query itself:
-    the slot at position p reads positions greater than p - window. Padded blocks read no context.
+    anchors [B, N], keep [B, N] bool, positions [S] → [B, N, L, S] bool. Strictly before the anchor: in decoding
+    the anchor is the newest token, whose hidden state the target has not computed yet. A window counts the
+    query itself: the slot at position p reads positions greater than p - window. Padded blocks read no context.
     """
-    before = (positions < anchors[..., None]) & keep[..., None]
+    before = ((positions < anchors[..., None]) & keep[..., None])[:, :, None]
     if window is None:
-        return before[:, :, None].expand(-1, -1, block_tokens, -1)
-    slot_positions = anchors[..., None] + torch.arange(block_tokens, device=anchors.device)
-    return before[:, :, None] & (positions > slot_positions[..., None] - window)
+        return before.expand(-1, -1, block_tokens, -1)
+    slots = anchors[..., None] + torch.arange(block_tokens, device=anchors.device)
+    return before & (positions > slots[..., None] - window)
 
 
 def visible_block(block_tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """Which slots of its own block each slot reads, [L, L] bool: all of them, or with a window those up to itself."""
+    """Which slots of its own block each slot reads, [L, L] bool: all; under a window those up to itself."""
     slot = torch.arange(block_tokens, device=device)
-    if window is None:
-        return torch.ones(block_tokens, block_tokens, dtype=torch.bool, device=device)
     distance = slot[:, None] - slot[None, :]
-    return (distance >= 0) & (distance < window)
+    return distance < block_tokens if window is None else (distance >= 0) & (distance < window)
+
+
+def dense_mask(
+    anchors: Tensor, keep: Tensor, start: int, stop: int, block_tokens: int, window: int | None
+) -> Tensor:
+    """Blocks against context start … stop-1, then against all block keys: [B, 1, N·L, stop-start+N·L] bool."""
+    samples, blocks = anchors.shape
+    positions = torch.arange(start, stop, device=anchors.device)
+    context = visible_context(anchors, keep, positions, block_tokens, window).reshape(
+        samples, blocks * block_tokens, -1
+    )
+    one = visible_block(block_tokens, window, anchors.device)
+    own = torch.block_diag(*[one] * blocks).bool().expand(samples, -1, -1)
+    return torch.cat([context, own], dim=-1)[:, None]
 
 
 def build(
@@ -72,111 +89,102 @@ def build(
     block_tokens: int,
     window: int | None,
 ) -> Attend:
-    """Masks for one micro-batch, ready to be used by every layer that has this window.
+    """The attention of one micro-batch for every layer that has this window: masks are made here, once.
 
-    anchors [B, N] int64, each row sorted, and keep [B, N] bool as `blocks.collate` makes them.
+    anchors [B, N] int64 and keep [B, N] bool as `blocks.collate` makes them; sorted anchors make it faster.
     """
     if attention == "flex":
         return _build_flex(anchors, keep, context_tokens, block_tokens, window)
     if attention == "grouped":
-        return _build_grouped(anchors, keep, context_tokens, block_tokens, window)
-    mask = dense_mask(anchors, keep, 0, context_tokens, block_tokens, window)
-    return partial(_masked, mask=mask)
-
-
-def dense_mask(
-    anchors: Tensor, keep: Tensor, start: int, stop: int, block_tokens: int, window: int | None
-) -> Tensor:
-    """The mask of blocks against context positions start..stop-1 and their own keys: [B, 1, N·L, stop-start+N·L] bool."""
-    samples, blocks = anchors.shape
-    queries = blocks * block_tokens
-    context = visible_context(
-        anchors, keep, torch.arange(start, stop, device=anchors.device), block_tokens, window
-    )
-    own = torch.block_diag(*[visible_block(block_tokens, window, anchors.device)] * blocks).bool()
-    both = torch.cat([context.reshape(samples, queries, -1), own.expand(samples, -1, -1)], dim=-1)
-    return both[:, None]
+        return _build_grouped(anchors, keep, block_tokens, window)
+    return partial(_masked, mask=dense_mask(anchors, keep, 0, context_tokens, block_tokens, window))
 
 
 def _masked(query: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, *, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query, torch.cat([ck, bk], dim=2), torch.cat([cv, bv], dim=2), attn_mask=mask, enable_gqa=True
-    )
+    keys, values = torch.cat([ck, bk], dim=2), torch.cat([cv, bv], dim=2)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
-def _build_grouped(
-    anchors: Tensor, keep: Tensor, context_tokens: int, block_tokens: int, window: int | None
-) -> Attend:
-    blocks_per_run = max(1, GROUP_QUERIES // block_tokens)
-    runs = []
-    for first in range(0, anchors.shape[1], blocks_per_run):
-        part = slice(first, first + blocks_per_run)
-        kept = anchors[:, part][keep[:, part]]
-        stop = int(kept.max()) if len(kept) else 0
-        start = max(0, int(kept.min()) - window + 1) if window is not None and len(kept) else 0
-        start, stop = min(start, stop), min(stop, context_tokens)
-        mask = dense_mask(anchors[:, part], keep[:, part], start, stop, block_tokens, window)
-        runs.append((start, stop, mask))
+def _build_grouped(anchors: Tensor, keep: Tensor, block_tokens: int, window: int | None) -> Attend:
+    blocks = max(1, RUN_QUERIES // block_tokens)
+    runs = [
+        [
+            _run(anchors[b : b + 1, i : i + blocks], keep[b : b + 1, i : i + blocks], block_tokens, window)
+            for i in range(0, anchors.shape[1], blocks)
+        ]
+        for b in range(len(anchors))
+    ]
 
     def attend(query: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor) -> Tensor:
-        size = blocks_per_run * block_tokens
-        parts = zip(query.split(size, 2), bk.split(size, 2), bv.split(size, 2), runs, strict=True)
-        return torch.cat(
-            [
-                _masked(q, ck[:, :, start:stop], cv[:, :, start:stop], k, v, mask=mask)
-                for q, k, v, (start, stop, mask) in parts
-            ],
-            dim=2,
-        )
+        samples = []
+        for b, sample_runs in enumerate(runs):
+            keys, values = ck[b : b + 1], cv[b : b + 1]
+            parts = (x[b : b + 1].split(blocks * block_tokens, dim=2) for x in (query, bk, bv))
+            outputs = [
+                _masked(q, keys[:, :, run[0]], values[:, :, run[0]], k, v, mask=run[1])
+                if run
+                else torch.zeros_like(q)
+                for q, k, v, run in zip(*parts, sample_runs, strict=True)
+            ]
+            samples.append(torch.cat(outputs, dim=2))
+        return torch.cat(samples)
 
     return attend
 
 
+def _run(anchors: Tensor, keep: Tensor, block_tokens: int, window: int | None) -> tuple[slice, Tensor] | None:
+    """The context that neighbouring blocks of one sample read, and their mask; None when all are padding."""
+    kept = anchors[keep]
+    if not len(kept):
+        return None
+    stop = int(kept.max())
+    start = 0 if window is None else min(stop, max(0, int(kept.min()) - window + 1))
+    return slice(start, stop), dense_mask(anchors, keep, start, stop, block_tokens, window)
+
+
+def flex_rule(
+    anchors: Tensor, keep: Tensor, context_tokens: Tensor, block_tokens: int, window: int | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule for flex_attention: (sample, head, query, key) → visible; the keys are context, then blocks.
+
+    context_tokens is a scalar tensor and not a number, so that a new length does not compile anew.
+    """
+
+    def rule(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // block_tokens, query % block_tokens
+        anchor, other = anchors[sample, block], key - context_tokens
+        context = (key < context_tokens) & (key < anchor) & keep[sample, block]
+        own = (other >= 0) & (other // block_tokens == block)
+        if window is None:
+            return context | own
+        distance = slot - other % block_tokens
+        return (context & (key > anchor + slot - window)) | (own & (distance >= 0) & (distance < window))
+
+    return rule
+
+
 @cache
 def _compiled_flex() -> tuple[Any, Any]:
-    """flex_attention and create_block_mask, compiled: uncompiled, both materialise the dense grid."""
+    """flex_attention and create_block_mask, compiled: as they are, both materialise the dense grid."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
 
 
-def flex_rule(anchors: Tensor, keep: Tensor, context_tokens: int, block_tokens: int, window: int | None) -> Any:
-    """The rule as a mask function of flex_attention: (sample, head, query, key) → visible, keys = context, then blocks."""
-
-    def rule(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // block_tokens, query % block_tokens
-        anchor = anchors[sample, block]
-        in_context = key < context_tokens
-        context = in_context & (key < anchor) & keep[sample, block]
-        other = key - context_tokens
-        own = (~in_context) & (other // block_tokens == block)
-        if window is not None:
-            distance = slot - other % block_tokens
-            context = context & (key > anchor + slot - window)
-            own = own & (distance >= 0) & (distance < window)
-        return context | own
-
-    return rule
-
-
 def _build_flex(
     anchors: Tensor, keep: Tensor, context_tokens: int, block_tokens: int, window: int | None
 ) -> Attend:
-    samples, blocks = anchors.shape
-    queries = blocks * block_tokens
-    if anchors.device.type == "cuda":
+    if anchors.is_cuda:
         flex_attention, create_block_mask = _compiled_flex()
     else:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    samples, blocks = anchors.shape
+    queries = blocks * block_tokens
+    length = torch.full((), context_tokens, device=anchors.device)
+    rule = flex_rule(anchors, keep, length, block_tokens, window)
     mask = create_block_mask(
-        flex_rule(anchors, keep, context_tokens, block_tokens, window),
-        samples,
-        None,
-        queries,
-        context_tokens + queries,
-        device=anchors.device,
-        BLOCK_SIZE=FLEX_TILE,
+        rule, samples, None, queries, context_tokens + queries, device=anchors.device, BLOCK_SIZE=FLEX_TILE
     )
 
     def attend(query: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""From samples to draft blocks: which tokens are anchors, what each block holds, what it is to predict, and the weights.
+"""From samples to draft blocks: which tokens are anchors, what a block holds, what it is to predict.
 
-A block starts at an anchor a: slot 0 holds the token at a, slots 1 … L-1 hold the mask token. Slot k is trained to
-predict the token at a + k (no shift); slot 0 is given and never trained. The choice of anchors is a hash, so it is equal
-on every device and for every number of processes. Nothing here knows of models.
+A block starts at an anchor a: slot 0 holds the token at a, slots 1 … L-1 hold the mask token. Slot k is trained
+to predict the token at a + k (no shift); slot 0 is given and never trained. The choice of anchors is a hash, so
+it is equal on every device and for every number of processes. Nothing here knows of models.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from dflash_stream.stream.sample import Sample
 
 
 def decay_gamma(block_size: int) -> float:
-    """The default decay of the loss: 4, 5 and 7 for blocks of 8, 10 and 16 (DFlash paper, A.1), on straight lines
-    between and beyond them."""
+    """The default decay of the loss: 4, 5, 7 for blocks of 8, 10, 16 (DFlash paper, A.1), linear in between.
+
+    Below 8 it stays half the block, above 16 it goes on rising by a third of a token for each one.
+    """
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
-    """Weight of each slot in the loss, [L] fp32: 0 for slot 0, exp(-(k-1)/gamma) for slot k (DFlash paper, Eq. 4)."""
+    """Weight of each slot, [L] fp32: 0 for slot 0, exp(-(k-1)/gamma) for slot k (DFlash paper, Eq. 4)."""
     slot = torch.arange(block_size, dtype=torch.float64)
     weights = torch.exp(-(slot - 1) / gamma)
     weights[0] = 0
@@ -38,8 +40,8 @@ def choose_anchors(
 ) -> NDArray[np.int64]:
     """At most `count` anchors of a sample, sorted.
 
-    loss_mask [T]. A candidate is a supervised token that is followed by another one; those with the smallest hash of
-    (seed, row, epoch, position) are taken: a uniform draw without replacement, anew in every epoch.
+    loss_mask [T]. A candidate is a supervised token that is followed by another one; those with the smallest
+    hash of (seed, row, epoch, position) are taken: a uniform draw without replacement, anew in every epoch.
     """
     mask = np.asarray(loss_mask, dtype=np.bool_)
     candidates = np.flatnonzero(mask[:-1] & mask[1:])
@@ -85,13 +87,14 @@ def collate(
     mask_token_id: int,
     gamma: float,
 ) -> Blocks:
-    """Samples and the anchors chosen in each → one padded micro-batch. A sample without anchors gives padding only."""
+    """Samples and the anchors chosen in each → one padded micro-batch; no anchors, nothing but padding."""
     B = len(samples)
     S = max(len(sample.input_ids) for sample in samples)
     N = max(1, *(len(chosen) for chosen in anchors))
     taps, hidden_size = samples[0].hidden_states.shape[1:]
     hidden_states = torch.zeros(B, S, taps, hidden_size, dtype=samples[0].hidden_states.dtype)
-    # Past the end of a sample ids and mask go on for a block, so that a block that hangs over finds no label there.
+    # Ids and mask go on for a block past the longest sample: a block that hangs over its end finds no label
+    # there.
     input_ids = torch.zeros(B, S + block_size, dtype=torch.int64)
     supervised = torch.zeros(B, S + block_size, dtype=torch.bool)
     padded_anchors = torch.zeros(B, N, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """The loss of draft blocks: decayed cross-entropy as sums, and how many leading tokens of each block are right.
 
-Only rows with weight go through the target's lm_head, a chunk at a time, and each chunk's gradient is taken while its
-logits are there: no [rows, vocabulary] tensor outlives its chunk, and nothing is computed twice. Sums, not means: a
-trainer divides once, by the weight of the whole global batch.
+Only rows with weight go through the target's lm_head, a chunk at a time, and each chunk's gradient is taken
+while its logits are there: no [rows, vocabulary] tensor outlives its chunk, and nothing is computed twice.
+Sums, not means: a trainer divides once, by the weight of the whole global batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LossSums:
     weight_sum  scalar fp32, Σ weight
     correct     [L-1] int64, slots 1 … L-1 whose most likely token is the label
     count       [L-1] int64, slots that have a label
-    prefix_sum  scalar int64, Σ over blocks of 1 + the right slots before the first one that is wrong or has no label:
-                the tokens a round of decoding would gain, were the text the target's own
+    prefix_sum  scalar int64, Σ over blocks of 1 + the right slots before the first one that is wrong or without
+                label: the tokens a round of decoding would gain, were the text the target's own
     blocks      scalar int64, blocks that have a label
     """
 
@@ -40,8 +40,8 @@ class LossSums:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """(rows [R, H], lm_head [V, H], labels [R], weights [R]) → (Σ weight · CE, right [R] bool), lm_head frozen.
 
-    The gradient of the rows needs nothing from later layers but one scalar factor, so forward computes it along with the
-    loss and backward only scales it.
+    The gradient of the rows needs nothing from what follows but one scalar factor, so forward computes it along
+    with the loss and backward only scales it: two matmuls, where recomputing the logits would take three.
     """
 
     @staticmethod
@@ -84,9 +84,9 @@ def block_loss(
 ) -> LossSums:
     """The sums of one micro-batch.
 
-    hidden [B, N, L, H] after the drafter's final norm, lm_head [V, H] (frozen: it gets no gradient), labels and weights
-    [B, N, L] as `blocks.collate` makes them. Matmuls run in the autocast dtype, or else in that of lm_head; the
-    cross-entropy in fp32. chunk_rows bounds the memory: chunk_rows · V fp32 numbers, three times over.
+    hidden [B, N, L, H] after the drafter's final norm, lm_head [V, H] (frozen: it gets no gradient), labels and
+    weights [B, N, L] as `blocks.collate` makes them. Matmuls run in the autocast dtype, or else in that of
+    lm_head; the cross-entropy in fp32. chunk_rows bounds the memory: three times chunk_rows · V fp32 numbers.
     """
     valid = weights > 0
     where = valid.flatten().nonzero().squeeze(-1)
