@@ -23,7 +23,7 @@ def webdataset_pipeline(
     buffer_samples: int = 16,
     seed: int | None = None,
 ) -> wds.WebDataset:
-    """Dicts of `__key__` and the tensors of a sample, once over this rank's and worker's part of the committed shards.
+    """Dicts of `__key__` and a sample's tensors, once over the shards of this rank and worker.
 
     `buffer_samples` encoded samples are held for shuffling, in each worker: mind their size. Without `seed`
     every pass has another order; with one, every pass has the same. UserError when there is no run or no
