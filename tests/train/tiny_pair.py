@@ -61,7 +61,8 @@ def drafter_config(**changes: Any) -> DrafterConfig:
     values: dict[str, Any] = {
         "hidden_size": 32, "vocab_size": VOCAB, "num_target_layers": LAYERS, "target_layer_ids": TAPS,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-        "intermediate_size": 64, "block_size": BLOCK, "mask_token_id": MASK, "layer_types": ["full_attention"] * 2,
+        "intermediate_size": 64, "block_size": BLOCK, "mask_token_id": MASK,
+        "layer_types": ["full_attention"] * 2,
     }  # fmt: skip
     return DrafterConfig(**values | changes)
 
