@@ -120,8 +120,8 @@ def decode_live(
     """
     if describe_target(settings).config_sha256 != identity.target.config_sha256:
         raise UserError(
-            f"target.id {settings.id} is another model than {identity.target.id}, which {store.url} was prepared "
-            "for: their configs differ. Name the same model"
+            f"target.id {settings.id} is another model than {identity.target.id}, which {store.url} was "
+            "prepared for: their configs differ. Name the same model"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, settings.dtype)

@@ -57,8 +57,9 @@ def test_export_has_the_published_names_shapes_and_dtype(trained: tuple[Config, 
     _, directory = trained
     weights = load_file(directory / "model.safetensors")
     layer = {
-        "self_attn.q_proj.weight": [32, 32], "self_attn.k_proj.weight": [16, 32], "self_attn.v_proj.weight": [16, 32],
-        "self_attn.o_proj.weight": [32, 32], "self_attn.q_norm.weight": [16], "self_attn.k_norm.weight": [16],
+        "self_attn.q_proj.weight": [32, 32], "self_attn.k_proj.weight": [16, 32],
+        "self_attn.v_proj.weight": [16, 32], "self_attn.o_proj.weight": [32, 32],
+        "self_attn.q_norm.weight": [16], "self_attn.k_norm.weight": [16],
         "mlp.gate_proj.weight": [64, 32], "mlp.up_proj.weight": [64, 32], "mlp.down_proj.weight": [32, 64],
         "input_layernorm.weight": [32], "post_attention_layernorm.weight": [32],
     }  # fmt: skip
@@ -122,7 +123,7 @@ def test_interrupted_export_cannot_be_loaded(
     trained: tuple[Config, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old config.json must not stand beside new weights, nor half a file under its final name."""
-    config, directory = trained
+    _, directory = trained
     shutil.copytree(directory, tmp_path / "out")
 
     def broken(tensor: torch.Tensor) -> memoryview:
