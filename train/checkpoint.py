@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -251,25 +251,26 @@ def host_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-@dataclass
 class Publisher:
-    """Publishes snapshots in the background, one at a time, while training goes on."""
+    """Publishes snapshots in the background, one at a time, while training goes on. Owns the uploader.
 
-    uploader: Uploader
-    ownership: Ownership
-    keep: int
-    published: CheckpointRecord | None = None  # the newest one this trainer knows of
-    _uploads: list[ObjectUpload] = field(default_factory=list)
-    _abandoned: threading.Event = field(default_factory=threading.Event)
-    _running: Future[None] | None = None
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    )
+    `published`: the newest checkpoint that this trainer knows to be published.
+    """
+
+    def __init__(self, uploader: Uploader, ownership: Ownership, keep: int) -> None:
+        self.published: CheckpointRecord | None = None
+        self._uploader = uploader
+        self._ownership = ownership
+        self._keep = keep
+        self._running: Future[None] | None = None
+        self._closed = threading.Event()
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to publish. The one before must have ended well (`settle`, `failed`)."""
         self.wait()
-        self._running = self._thread.submit(self._publish, snapshot)
+        running = self._running = Future()
+        # A daemon: a process that has given its checkpoint up must not wait for it on exit.
+        threading.Thread(target=self._run, args=(snapshot, running), name="checkpoint", daemon=True).start()
 
     def settle(self) -> None:
         """Wait until nothing is under way, whatever came of it."""
@@ -287,45 +288,53 @@ class Publisher:
             self._running.result(timeout_s)
             self._running = None
 
-    def close(self) -> None:
-        """Abort a publication that is under way: what is not named in the owner's record does not exist."""
-        self._abandoned.set()
-        for upload in list(self._uploads):
-            upload.abort()
-        self._thread.shutdown(wait=True)
+    def close(self, *, timeout_s: float) -> list[str]:
+        """Abort a publication that is under way, within `timeout_s`: what the owner's record does not name does not exist.
+
+        Returns the keys of uploads that could not be aborted.
+        """
+        self._closed.set()
+        left = self._uploader.close(timeout_s=timeout_s)
+        if self._running is not None:
+            wait([self._running], timeout_s)
+        return left
+
+    def _run(self, snapshot: Snapshot, running: Future[None]) -> None:
+        try:
+            self._publish(snapshot)
+            running.set_result(None)
+        except BaseException as error:
+            running.set_exception(error)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        ownership = self.ownership
-        prefix = layout.checkpoint(ownership.name, snapshot.state.step, ownership.token)
-        try:
-            files = self._upload(prefix, snapshot)
-        except BaseException:
-            for upload in self._uploads:
-                upload.abort()
-            raise  # an object that is complete already is deleted by the next trainer, in `take`
-        finally:
-            self._uploads.clear()
-        record = CheckpointRecord(step=snapshot.state.step, prefix=prefix, files=files)
-        ownership.publish(record, self.keep)
+        ownership, step = self._ownership, snapshot.state.step
+        prefix = layout.checkpoint(ownership.name, step, ownership.token)
+        # What a failure leaves of complete objects, the next trainer deletes when it takes over.
+        record = CheckpointRecord(step=step, prefix=prefix, files=self._upload(prefix, snapshot))
+        if self._closed.is_set():
+            raise UserError(f"the checkpoint of step {step} was given up")
+        ownership.publish(record, self._keep)
         self.published = record
 
     def _upload(self, prefix: str, snapshot: Snapshot) -> dict[str, FileRecord]:
         """Upload the three objects and return their records once all are complete."""
         files = {}
-        ends = []
-        for name, tensors in ((MODEL, snapshot.model), (OPTIMIZER, snapshot.optimizer)):
-            upload = self.uploader.open(prefix + name, size_hint=tensorfile.total_bytes(tensors))
-            self._uploads.append(upload)
-            if self._abandoned.is_set():  # closed between two files
-                raise UserError("the checkpoint was abandoned")
-            checksum = tensorfile.write(upload, tensors)
-            files[name] = FileRecord(size=upload.position, crc32c=checksum)
-            ends.append(upload.finish())
-        body = snapshot.state.model_dump_json(indent=1).encode()
-        self.ownership.store.put(prefix + STATE, body)
-        files[STATE] = FileRecord(size=len(body), crc32c=crc32c(body))
-        for end in ends:
-            end.result()
+        uploads: list[ObjectUpload] = []
+        try:
+            for name, tensors in ((MODEL, snapshot.model), (OPTIMIZER, snapshot.optimizer)):
+                upload = self._uploader.open(prefix + name, size_hint=tensorfile.total_bytes(tensors))
+                uploads.append(upload)
+                checksum = tensorfile.write(upload, tensors)
+                files[name] = FileRecord(size=upload.position, crc32c=checksum)
+            body = snapshot.state.model_dump_json(indent=1).encode()
+            self._ownership.store.put(prefix + STATE, body)
+            files[STATE] = FileRecord(size=len(body), crc32c=crc32c(body))
+            for end in [upload.finish() for upload in uploads]:
+                end.result()
+        except BaseException:
+            for upload in uploads:
+                upload.abort()
+            raise
         return files
 
 

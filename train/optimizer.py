@@ -102,7 +102,8 @@ class SumsBuffer:
         """The sums as numbers; waits for the device."""
         values = self.values.tolist()
         counts = values[len(SCALARS) :]
-        return Sums(*values[: len(SCALARS)], correct=counts[: self._slots], count=counts[self._slots :])
+        scalars = dict(zip(SCALARS, values, strict=False))
+        return Sums(**scalars, correct=counts[: self._slots], count=counts[self._slots :])
 
 
 class Accumulator:

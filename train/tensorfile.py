@@ -97,7 +97,7 @@ def parse_header(text: bytes, size_bytes: int, where: str) -> list[Entry]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

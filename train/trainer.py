@@ -15,16 +15,13 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
 
 from dflash_stream import layout
-from dflash_stream.config import Config, TrainSettings
+from dflash_stream.config import Config
 from dflash_stream.errors import UserError
-from dflash_stream.head import load_head, load_tokenizer
+from dflash_stream.head import load_head
 from dflash_stream.run import Run
-from dflash_stream.store import Store, Uploader, open_store
+from dflash_stream.store import Uploader, open_store
 from dflash_stream.stream.loader import TrainStream, make_loader, validation_samples
 from dflash_stream.stream.sample import MicroBatch
 from dflash_stream.tracking import Tracker, open_tracker
@@ -40,15 +37,16 @@ from train.checkpoint import (
     host_copy,
 )
 from train.drafter import Drafter
-from train.drafter_config import DrafterConfig
 from train.learner import Learner, compute_dtype
 from train.optimizer import Accumulator, Optimizer, Sums, learning_rate
+from train.plan import Plan, make_plan
 from train.ranks import Ranks, join
 from train.signals import StopSignals
 from train.validate import validate
 
 GRACE_S = 20.0  # after a signal, time for the last checkpoint: launchers kill after 30 s
-_PATIENCE_S = 600.0  # how much longer than a store's deadline one rank waits for another
+ABORT_S = 3.0  # then, time to abort its upload
+PATIENCE_S = 600.0  # how much longer than a store's deadline one rank waits for another
 
 log = logging.getLogger(__name__)
 
@@ -81,63 +79,42 @@ class TrainSummary:
         return f"step {self.steps:,} of {self.total_steps:,}: {loss}{gain}{where}"
 
 
-def count_steps(num_samples: int, settings: TrainSettings) -> int:
-    """Steps of the whole training: whole global batches in `epochs` passes over the samples, or max_steps."""
-    steps = math.floor(settings.epochs * num_samples / settings.batch_samples)
-    if steps == 0:
-        raise UserError(
-            f"{settings.epochs:g} epochs of {num_samples:,} samples are less than one batch of {settings.batch_samples}: "
-            "lower train.batch_samples or raise train.epochs"
-        )
-    return min(steps, settings.max_steps or steps)
-
-
-def fixed_settings(config: Config, drafter: DrafterConfig) -> dict[str, Any]:
-    """What may not change while a drafter trains: all that the order, the anchors and the tensors depend on."""
-    train = {name: getattr(config.train, name) for name in ("batch_samples", "seed", "epochs", "anchors")}
-    flat = {f"train.{name}": value for name, value in train.items()}
-    flat["stream.block_bytes"] = config.stream.block_bytes
-    return flat | {f"drafter.{name}": value for name, value in drafter.model_dump(mode="json").items()}
-
-
-def drafter_config(store: Store, run: Run, config: Config) -> DrafterConfig:
-    """The drafter of this run and these settings."""
-    unset = config.drafter.mask_token_id is None
-    tokenizer_size = len(load_tokenizer(store)) if unset else None
-    return DrafterConfig.from_run(run.identity, config.drafter, tokenizer_size=tokenizer_size)
-
-
 def train(config: Config) -> TrainSummary:
     """Train to the last step, or until a signal. Every rank calls it; only rank 0 publishes and reports.
 
     Raises UserError for anything that the user can mend: units that are not extracted, settings that differ from those
-    of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a loss that is not finite.
+    of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a loss that is not
+    finite.
     """
     with StopSignals() as signals:
-        ranks = join(patience_s=config.store.deadline_s + _PATIENCE_S)
+        ranks = join(patience_s=config.store.deadline_s + PATIENCE_S)
         try:
             store = open_store(config.store)
             run = Run.open(store)
-            drafter = ranks.from_first(lambda: drafter_config(store, run, config))
-            total_steps = count_steps(int((~run.samples.validation).sum()), config.train)
-            settings = fixed_settings(config, drafter)
-            ownership = Ownership(store, config.train.name, run.identity.fingerprint, settings)
+            plan = make_plan(config, run)
+            ownership = Ownership(store, config.train.name, run.identity.fingerprint, plan.fixed_settings)
             published = ranks.from_first(ownership.inspect)
-            if published and published.newest and published.newest.step >= total_steps:
-                newest = published.newest
-                state = ranks.from_first(lambda: checkpoint.read_state(store, newest))
-                if ranks.first:
-                    log.info("already trained: step %d of %d is published", state.step, total_steps)
-                return finished_summary(state, newest)
-            if ranks.first:
-                store.check()
-            with Uploader(store, config.store) as uploader:
-                training = Training(
-                    config, store, run, drafter, ranks, signals, ownership, uploader, total_steps
+            newest = published.newest if published else None
+            if newest is not None and newest.step >= plan.total_steps:
+                summary = finished_summary(
+                    ranks.from_first(lambda: checkpoint.read_state(store, newest)), newest
                 )
-                return training.run()
+                tell(ranks, f"already trained: {summary.to_text()}")
+                return summary
+            ranks.from_first(store.check)
+            training = Training(plan, ranks, signals, ownership)
+            training.resume()
+            summary = training.run()
+            tell(ranks, summary.to_text())
+            return summary
         finally:
             ranks.leave()
+
+
+def tell(ranks: Ranks, text: str) -> None:
+    """Say something to the user, once."""
+    if ranks.first:
+        log.info("%s", text)
 
 
 def finished_summary(state: TrainState, newest: CheckpointRecord) -> TrainSummary:
@@ -173,31 +150,30 @@ class Window:
 class Training:
     """One start of a training: the parts that the steps work on, and what they have come to so far."""
 
-    def __init__(
-        self, config: Config, store: Store, run: Run, drafter: DrafterConfig, ranks: Ranks, signals: StopSignals,
-        ownership: Ownership, uploader: Uploader, total_steps: int,
-    ) -> None:  # fmt: skip
-        self.config, self.store, self.run_, self.ranks, self.signals = config, store, run, ranks, signals
-        self.ownership, self.total_steps = ownership, total_steps
-        self.loader = make_loader(store, run, config, rank=ranks.rank, world=ranks.world, steps=total_steps)
+    def __init__(self, plan: Plan, ranks: Ranks, signals: StopSignals, ownership: Ownership) -> None:
+        config, store = plan.config, plan.run.store
+        self.plan, self.config, self.store = plan, config, store
+        self.ranks, self.signals, self.ownership = ranks, signals, ownership
+        self.loader = make_loader(
+            store, plan.run, config, rank=ranks.rank, world=ranks.world, steps=plan.total_steps
+        )
         assert isinstance(self.loader.dataset, TrainStream)
         self.stream = self.loader.dataset
         head = load_head(store, device=ranks.device, dtype=compute_dtype(config.train))
-        model = Drafter(drafter, gradient_checkpointing=config.train.gradient_checkpointing)
+        model = Drafter(plan.drafter, gradient_checkpointing=config.train.gradient_checkpointing)
         model.initialize(config.train.seed).to(ranks.device)
         self.learner = Learner(model, head, config.train, ranks.device)
         self.optimizer = Optimizer(model, config.train)
-        self.accumulator = Accumulator(list(self.optimizer.named.values()), drafter.block_size)
-        self.publisher = Publisher(uploader, ownership, config.train.keep_checkpoints)
-        self.step = 0
+        self.accumulator = Accumulator(list(self.optimizer.named.values()), plan.drafter.block_size)
+        self.publisher = Publisher(Uploader(store, config.store), ownership, config.train.keep_checkpoints)
+        self.step = 0  # steps taken, and so the number of the next one, from 0
+        self.saved_step: int | None = None
         self.tokens = 0
         self.first_loss = self.last_loss = math.nan
         self.acceptance: float | None = None
-        self.saved_step = -1
-        self._resume()
 
-    def _resume(self) -> None:
-        """Take the drafter over and continue at its newest checkpoint; rank 0 reads, the others are told."""
+    def resume(self) -> None:
+        """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has read."""
         record = self.ranks.from_first(self.ownership.take)
         state = self.ranks.from_first(lambda: self._load(record.newest))
         for tensor in (*self.optimizer.named.values(), *self.optimizer.tensors().values()):
@@ -212,7 +188,7 @@ class Training:
 
     def _load(self, newest: CheckpointRecord | None) -> TrainState | None:
         """Rank 0: fill weights and moments from the newest checkpoint, if there is one."""
-        published = json.dumps(self.learner.drafter.config.to_json(), indent=1)
+        published = json.dumps(self.plan.drafter.to_json(), indent=1)
         self.store.put(layout.drafter_config(self.config.train.name), published.encode())
         if newest is None:
             return None
@@ -220,7 +196,7 @@ class Training:
         checkpoint.load_tensors(self.store, newest, MODEL, self.optimizer.named)
         checkpoint.load_tensors(self.store, newest, OPTIMIZER, self.optimizer.tensors())
         self.publisher.published = newest
-        log.info("continuing at step %d of %d, from %s", state.step, self.total_steps, newest.prefix)
+        log.info("continuing at step %d of %d, from %s", state.step, self.plan.total_steps, newest.prefix)
         return state
 
     def run(self) -> TrainSummary:
@@ -240,7 +216,7 @@ class Training:
             return summary
         finally:
             self.stream.close()
-            self.publisher.close()
+            self._close_publisher()
             tracker.close(state)
 
     def _steps(self, tracker: Tracker) -> TrainSummary:
@@ -260,15 +236,15 @@ class Training:
                 continue
 
             sums = self._reduce()
-            rate = learning_rate(self.step, self.total_steps, settings)
+            rate = learning_rate(self.step, self.plan.total_steps, settings)
             norm = self.optimizer.step(self.accumulator.gradient, sums.weight, rate)
             self.accumulator.clear()
             self._count(sums, norm)
             step_s, step_begun = time.monotonic() - step_begun, time.monotonic()
             busy_s += step_s
             window.add(sums, step_s)
-            stopped_by = signal.SIGTERM if sums.sigterm else signal.SIGINT if sums.sigint else None
-            last = self.step == self.total_steps or stopped_by is not None
+            stopped_by = int(signal.SIGTERM) if sums.sigterm else int(signal.SIGINT) if sums.sigint else None
+            last = self.step == self.plan.total_steps or stopped_by is not None
             if self.step % settings.log_every_steps == 0 or self.step == 1 or last:
                 self._log(tracker, window.figures(self.ranks.world) | {"lr": rate, "grad_norm": norm})
                 window = Window()
@@ -285,7 +261,7 @@ class Training:
         self.ranks.from_first(lambda: self._wait_for_checkpoint(stopped_by))
         newest = self.publisher.published
         return TrainSummary(
-            steps=self.step, total_steps=self.total_steps, first_loss=self.first_loss, last_loss=self.last_loss,
+            steps=self.step, total_steps=self.plan.total_steps, first_loss=self.first_loss, last_loss=self.last_loss,
             tokens=self.tokens, tokens_per_s=(self.tokens - tokens_before) / busy_s, seconds=time.monotonic() - begun,
             acceptance=self.acceptance, checkpoint=newest.prefix if newest else None, stopped_by=stopped_by,
         )  # fmt: skip
@@ -333,7 +309,7 @@ class Training:
         if self.ranks.first:
             log.info(
                 "step %d/%d  loss %.4f  lr %.2e  gradient %.3f  %.0f tokens/s  waiting for data %.0f %%",
-                self.step, self.total_steps, figures["loss"], figures["lr"], figures["grad_norm"],
+                self.step, self.plan.total_steps, figures["loss"], figures["lr"], figures["grad_norm"],
                 figures["tokens_per_s"], 100 * figures["data_wait_share"],
             )  # fmt: skip
 
@@ -341,7 +317,7 @@ class Training:
         """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to stop."""
         ranks = self.ranks
         samples = validation_samples(
-            self.store, self.run_, self.config, rank=ranks.rank, world=ranks.world, limit=limit
+            self.store, self.plan.run, self.config, rank=ranks.rank, world=ranks.world, limit=limit
         )
         figures = validate(self.learner, samples, ranks, give_up=lambda: self.signals.received is not None)
         if not figures:
@@ -350,7 +326,7 @@ class Training:
         tracker.log({f"validation/{name}": value for name, value in figures.items()}, step=self.step)
         if ranks.first:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if "/" not in name)
-            log.info("step %d/%d  validation  %s", self.step, self.total_steps, shown)
+            log.info("step %d/%d  validation  %s", self.step, self.plan.total_steps, shown)
 
     def _save(self) -> None:
         """Rank 0: copy weights and moments to the host, and publish them in the background."""
@@ -361,10 +337,10 @@ class Training:
         if self.publisher.failed:
             return  # every rank is told at the end of the next step
         state = TrainState(
-            step=self.step, total_steps=self.total_steps, optimizer_steps=self.optimizer.steps, tokens=self.tokens,
+            step=self.step, total_steps=self.plan.total_steps, optimizer_steps=self.optimizer.steps, tokens=self.tokens,
             first_loss=self.first_loss, last_loss=self.last_loss, acceptance=self.acceptance,
-            stream=self.stream.state_dict(), drafter=self.learner.drafter.config.to_json(),
-            fingerprint=self.run_.identity.fingerprint, settings=self.ownership.record.settings,
+            stream=self.stream.state_dict(), drafter=self.plan.drafter.to_json(),
+            fingerprint=self.plan.run.identity.fingerprint, settings=self.ownership.record.settings,
         )  # fmt: skip
         model, moments = host_copy(self.optimizer.named), host_copy(self.optimizer.tensors())
         self.publisher.start(Snapshot(state, model, moments))
@@ -380,9 +356,18 @@ class Training:
             except TimeoutError:
                 if time.monotonic() > deadline:
                     break
-        self.publisher.close()
+        self._close_publisher()
         newest = self.publisher.published
-        begin = f"step {newest.step}" if newest else "its start"
-        log.warning("the checkpoint of step %d took longer than %g s and was dropped: the training continues from %s",
-                    self.step, GRACE_S, begin)  # fmt: skip
+        log.warning(
+            "the checkpoint of step %d was not published within %g s and is dropped: the training continues from %s",
+            self.step, GRACE_S, f"step {newest.step}" if newest else "its start",
+        )  # fmt: skip
         return None
+
+    def _close_publisher(self) -> None:
+        left = self.publisher.close(timeout_s=ABORT_S)
+        if left:
+            log.warning(
+                "unfinished uploads of %s may be left in the store: the next start removes them",
+                ", ".join(left),
+            )

@@ -15,7 +15,16 @@ from dflash_stream.config import StoreSettings
 from dflash_stream.errors import UserError
 from dflash_stream.store import ObjectUpload, Store, StoreError, Uploader, open_store
 from train import checkpoint, tensorfile
-from train.checkpoint import MODEL, OPTIMIZER, LostOwnership, Ownership, Publisher, Snapshot, TrainState
+from train.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointRecord,
+    LostOwnership,
+    Ownership,
+    Publisher,
+    Snapshot,
+    TrainState,
+)
 
 SETTINGS = {"train.seed": 0, "drafter.block_size": 16}
 
@@ -53,6 +62,11 @@ def snapshot(step: int, elements: int = 1000) -> Snapshot:
 
 def objects(store: Store) -> set[str]:
     return {info.key for info in store.list(layout.checkpoints("d"))}
+
+
+def load_all(store: Store, record: CheckpointRecord) -> None:
+    checkpoint.read_state(store, record)
+    checkpoint.load_tensors(store, record, MODEL, {"fc.weight": torch.zeros(1000)})
 
 
 def steps(store: Store) -> list[int]:
@@ -98,7 +112,9 @@ def test_forgotten_trainer_publishes_over_its_successor(store: Store, uploader: 
     assert objects(store) == before, "nothing of the other one is touched, nothing of its own is left"
 
 
-def test_two_trainers_that_start_at_once_both_believe_to_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_trainers_that_start_at_once_both_believe_to_own(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = (Ownership(store, "d", "fingerprint", SETTINGS) for _ in range(2))
     read = checkpoint.read_owner
 
@@ -145,12 +161,12 @@ def test_stopped_trainer_leaves_a_half_checkpoint(
 
     def finish_then_close(self: ObjectUpload) -> Any:
         done = finish(self)
-        publisher._abandoned.set()
+        publisher._closed.set()
         return done
 
     monkeypatch.setattr(ObjectUpload, "finish", finish_then_close)
     publisher.start(snapshot(1))
-    publisher.close()
+    publisher.close(timeout_s=5)
     assert steps(store) == []
     with pytest.raises(UserError, match="no checkpoint yet"):
         checkpoint.newest_checkpoint(store, "d")
@@ -173,7 +189,7 @@ def test_leftovers_of_killed_trainers_stay_for_ever(store: Store, uploader: Uplo
 def test_changed_settings_continue_silently(store: Store, uploader: Uploader) -> None:
     publisher = Publisher(uploader, owner_of(store), keep=2)
     owner_of(store, **{"train.seed": 5})  # nothing is published yet: may start anew
-    publisher.ownership = owner_of(store)
+    publisher._ownership = owner_of(store)
     publisher.start(snapshot(1))
     publisher.wait()
     with pytest.raises(UserError, match=r"(?s)train.seed: the checkpoint has 0, these settings give 1.*step 1"):
@@ -182,7 +198,7 @@ def test_changed_settings_continue_silently(store: Store, uploader: Uploader) ->
         Ownership(store, "d", "other", SETTINGS).inspect()
     found = checkpoint.read_owner(store, "d")
     assert found is not None
-    assert found[0].token == publisher.ownership.token, "a refused trainer takes nothing"
+    assert found[0].token == publisher._ownership.token, "a refused trainer takes nothing"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "gone"])
@@ -200,8 +216,7 @@ def test_damaged_checkpoint_is_loaded(store: Store, uploader: Uploader, damage: 
     else:
         store.put(key, bytes(body[:-1] if damage == "short" else body))
     with pytest.raises(UserError, match=key):
-        checkpoint.read_state(store, record)
-        checkpoint.load_tensors(store, record, MODEL, {"fc.weight": torch.zeros(1000)})
+        load_all(store, record)
 
 
 def test_other_geometry_is_loaded(store: Store, uploader: Uploader) -> None:
@@ -211,8 +226,8 @@ def test_other_geometry_is_loaded(store: Store, uploader: Uploader) -> None:
     record = checkpoint.newest_checkpoint(store, "d")
     with pytest.raises(UserError, match=r"fc.weight \[1000\].*has \[10\]"):
         checkpoint.load_tensors(store, record, MODEL, {"fc.weight": torch.zeros(10)})
+    wanted = {"fc.weight": torch.zeros(1000), "norm.weight": torch.zeros(4)}
     with pytest.raises(UserError, match=r"lacks norm.weight"):
-        wanted = {"fc.weight": torch.zeros(1000), "norm.weight": torch.zeros(4)}
         checkpoint.load_tensors(store, record, MODEL, wanted)
 
 

@@ -18,7 +18,7 @@ from dflash_stream.store import Store, open_store
 from tests.train.tiny_run import make_run, settings
 from train import checkpoint, trainer
 from train.checkpoint import MODEL, OPTIMIZER
-from train.trainer import TrainSummary, Training, train
+from train.trainer import Training, TrainSummary, train
 
 
 @pytest.fixture
@@ -164,11 +164,15 @@ def test_changed_setting_continues_another_training(url: str, section: str, name
     train(before)
     old = getattr(getattr(before, section), name)
     changed = settings(url, **{section: {name: value}})
-    with pytest.raises(UserError, match=rf"{section}\.{name}: the checkpoint has {old}, these settings give {value}"):
+    with pytest.raises(
+        UserError, match=rf"{section}\.{name}: the checkpoint has {old}, these settings give {value}"
+    ):
         train(changed)
 
 
-def test_finished_training_trains_on(url: str, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_training_trains_on(
+    url: str, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = settings(url, train={"max_steps": 3})
     first = train(config)
     store = open_store(config.store)
@@ -187,7 +191,10 @@ def test_failed_publication_goes_unnoticed(
 
     def take_over(training: Training) -> None:
         checkpoint.Ownership(
-            training.store, "drafter", training.run_.identity.fingerprint, training.ownership.record.settings
+            training.store,
+            "drafter",
+            training.plan.run.identity.fingerprint,
+            training.ownership.record.settings,
         ).take()
 
     config = settings(url, train={"checkpoint_every_steps": 2})
@@ -238,9 +245,7 @@ def test_bf16_computes_in_fp32_or_fails(url: str, recorders: list[Recorder]) -> 
 
 def test_training_fails_against_a_real_server(s3_url: str, recorders: list[Recorder]) -> None:
     make_run(s3_url, train=16)
-    config: Config = settings(
-        s3_url, train={"epochs": 3.0, "checkpoint_every_steps": 1, "keep_checkpoints": 2}
-    )
+    config: Config = settings(s3_url, train={"epochs": 3.0, "checkpoint_every_steps": 1, "keep_checkpoints": 2})
     summary = train(config)
     assert summary.steps == 6
     store = open_store(config.store)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from tests.train.tiny_run import make_run, settings
 from train.drafter import Drafter
 from train.learner import Learner
 from train.optimizer import Accumulator, Optimizer, Sums, learning_rate
+from train.plan import count_steps, make_plan
 from train.ranks import Ranks, cpu_threads
-from train.trainer import count_steps, drafter_config
 from train.validate import validate
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -30,7 +31,7 @@ def learner_and_samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Learn
     url = f"file://{tmp_path_factory.mktemp('math')}/run"
     run = make_run(url, train=8, validation=8)
     config = settings(url)
-    drafter = Drafter(drafter_config(run.store, run, config)).initialize(0)
+    drafter = Drafter(make_plan(config, run).drafter).initialize(0)
     learner = Learner(drafter, load_head(run.store, dtype=torch.float32), config.train, ALONE.device)
     return learner, list(validation_samples(run.store, run, config))
 
@@ -97,7 +98,7 @@ def test_own_step_differs_from_plain_adamw() -> None:
     ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())
     optimizer = Optimizer(ours, TrainSettings(weight_decay=0.1, max_grad_norm=1e9))
-    groups = [{"params": [theirs.weight]}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [theirs.weight]}, {"params": [theirs.bias], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, weight_decay=0.1, betas=(0.9, 0.95))
     accumulator = Accumulator(list(ours.parameters()), 4)
     for step in range(5):
@@ -121,8 +122,10 @@ def test_schedule_is_another_one() -> None:
     assert rates[9] == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
     assert rates[99] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 89 / 90)))
-    assert all(late <= early for early, late in zip(rates[10:], rates[11:], strict=False))
-    assert learning_rate(0, 1, TrainSettings(lr=0.5)) == 0.5, "a training too short to warm up starts at the peak"
+    assert all(late <= early for early, late in pairwise(rates[10:]))
+    assert learning_rate(0, 1, TrainSettings(lr=0.5)) == 0.5, (
+        "a training too short to warm up starts at the peak"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,14 @@ def test_training_of_no_step_ends_as_if_it_had_trained() -> None:
 
 @pytest.mark.parametrize(
     ("given", "launched", "local_world", "expected"),
-    [("", False, 1, 8), ("1", False, 1, 1), ("1", True, 1, 8), ("1", True, 4, 2), ("3", True, 4, 3), ("", False, 16, 1)],
+    [
+        ("", False, 1, 8),
+        ("1", False, 1, 1),
+        ("1", True, 1, 8),
+        ("1", True, 4, 2),
+        ("3", True, 4, 3),
+        ("", False, 16, 1),
+    ],
 )
 def test_launcher_default_of_one_thread_slows_training(
     given: str, launched: bool, local_world: int, expected: int

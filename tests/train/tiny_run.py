@@ -76,7 +76,11 @@ def make_run(
     samples = []
     for row in range(validation + train):
         held_out = row < validation
-        unit = row // UNIT_SAMPLES if held_out else -(-validation // UNIT_SAMPLES) + (row - validation) // UNIT_SAMPLES
+        unit = (
+            row // UNIT_SAMPLES
+            if held_out
+            else -(-validation // UNIT_SAMPLES) + (row - validation) // UNIT_SAMPLES
+        )
         ids = (rng.integers(CYCLE) + np.arange(rng.integers(8, 41))) % CYCLE + FIRST
         samples.append((f"{row:08d}-tiny", unit, "validation" if held_out else "train", ids.astype(np.int32)))
     run = Run(store, _identity(store, samples, validation, codec))
