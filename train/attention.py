@@ -121,10 +121,8 @@ def _build_grouped(anchors: Tensor, keep: Tensor, block_tokens: int, window: int
             keys, values = ck[b : b + 1], cv[b : b + 1]
             parts = (x[b : b + 1].split(blocks * block_tokens, dim=2) for x in (query, bk, bv))
             outputs = [
-                _masked(q, keys[:, :, run[0]], values[:, :, run[0]], k, v, mask=run[1])
-                if run
-                else torch.zeros_like(q)
-                for q, k, v, run in zip(*parts, sample_runs, strict=True)
+                _masked(q, keys[:, :, read], values[:, :, read], k, v, mask=mask)
+                for q, k, v, (read, mask) in zip(*parts, sample_runs, strict=True)
             ]
             samples.append(torch.cat(outputs, dim=2))
         return torch.cat(samples)
@@ -132,13 +130,11 @@ def _build_grouped(anchors: Tensor, keep: Tensor, block_tokens: int, window: int
     return attend
 
 
-def _run(anchors: Tensor, keep: Tensor, block_tokens: int, window: int | None) -> tuple[slice, Tensor] | None:
-    """The context that neighbouring blocks of one sample read, and their mask; None when all are padding."""
-    kept = anchors[keep]
-    if not len(kept):
-        return None
-    stop = int(kept.max())
-    start = 0 if window is None else min(stop, max(0, int(kept.min()) - window + 1))
+def _run(anchors: Tensor, keep: Tensor, block_tokens: int, window: int | None) -> tuple[slice, Tensor]:
+    """The part of the context that neighbouring blocks of one sample read (none for padding), and their mask."""
+    kept = anchors[keep].tolist() or [0]
+    stop = max(kept)
+    start = 0 if window is None else min(stop, max(0, min(kept) - window + 1))
     return slice(start, stop), dense_mask(anchors, keep, start, stop, block_tokens, window)
 
 

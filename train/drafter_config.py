@@ -86,7 +86,7 @@ class DrafterConfig(DrafterSettings):
     def from_run(
         cls, identity: Identity, settings: DrafterSettings, *, tokenizer_size: int | None = None
     ) -> DrafterConfig:
-        """The drafter of a run. A mask_token_id that is not set is the first row that the tokenizer leaves free.
+        """The drafter of a run. Unless set, mask_token_id is the first row that the tokenizer leaves free.
 
         UserError when there is no such row, and for settings that do not fit together.
         """
@@ -115,7 +115,7 @@ class DrafterConfig(DrafterSettings):
         if foreign := _foreign(published, inner):
             raise UserError(
                 f"{where} asks for {', '.join(foreign)}, which this drafter does not have: it reads DFlash "
-                "drafters of the first kind, with full attention, or sliding layers that are causal in their block"
+                "drafters of the first kind, with full attention or sliding layers that are causal in their block"
             )
         values = {name: published.get(name) for name in _TOP}
         values |= {name: inner.get(name, published.get(name)) for name in _INNER}
