@@ -25,6 +25,14 @@ from dflash_stream.store.retry import Kind
 MAX_CONNECTIONS = 128
 CONNECT_TIMEOUT_S = 20.0
 RENEWAL_PAUSE_S = 30.0
+_NEEDED = {  # fields without which an answer is none
+    "get_object": ("ETag", "ContentLength"),
+    "head_object": ("ETag", "ContentLength", "LastModified"),
+    "put_object": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "upload_part": ("ETag",),
+    "complete_multipart_upload": ("ETag",),
+}
 
 _opening = threading.Lock()  # opening clients is not safe from several threads
 
@@ -70,6 +78,7 @@ class Connection:
                     region_name=settings.region or session.region_name or "us-east-1",
                     config=config,
                 )
+                client.meta.events.register("before-parse.s3", check_whole)
                 found = session.get_credentials()
         except (boto.BotoCoreError, ValueError) as error:
             remedy = "Check --store.endpoint, --store.region and AWS_PROFILE"
@@ -82,11 +91,13 @@ class Connection:
         return scrub_url(self._client.meta.endpoint_url)
 
     def request(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One request, tried once. Raises what botocore raises."""
+        """One request, tried once. Raises what botocore raises, or BadAnswer."""
         if os.getpid() != self._pid:
             owner = f"{self._settings.url} was opened by process {self._pid}"
             raise StoreError(f"{owner}: a forked process must open its own store")
         answer: dict[str, Any] = getattr(self._client, operation)(**arguments)
+        for name in _NEEDED.get(operation, ()):
+            needed(answer, name)
         return answer
 
     def renew(self) -> bool:
@@ -132,6 +143,28 @@ class Body:
 
     def tell(self) -> int:
         return self._position
+
+
+def check_whole(response_dict: dict[str, Any], operation_model: Any, **_: Any) -> None:
+    """botocore hook before an answer is parsed: refuses one whose body was lost or cut.
+
+    botocore itself takes an answer that lost all of its body for an empty one: a listing of nothing.
+    """
+    body = response_dict["body"]
+    if not isinstance(body, bytes) or operation_model.http.get("method") == "HEAD":
+        return
+    promised = int(response_dict["headers"].get("content-length", len(body)))
+    if len(body) != promised or (not body and operation_model.name.startswith("List")):
+        cause = f"the answer was cut: {len(body)} of its {promised} bytes came"
+        raise BadAnswer(cause, Kind.TRANSIENT, may_have_acted=True)
+
+
+def needed(answer: dict[str, Any], name: str) -> Any:
+    """A field that an answer must have. Raises BadAnswer."""
+    if name not in answer:
+        cause = f"the answer has no {name}"
+        raise BadAnswer(cause, Kind.FEW, "Check that --store.endpoint speaks S3", may_have_acted=True)
+    return answer[name]
 
 
 def parse_content_range(value: str | None) -> tuple[int, int, int] | None:

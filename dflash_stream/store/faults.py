@@ -27,6 +27,7 @@ _RIGHTS = (
 )
 _FULL = "The store is full: free space or raise the quota"
 _REACH = "Check --store.endpoint (or AWS_ENDPOINT_URL_S3) and that the store is up"
+_FEWER = "The store wants fewer requests: lower --store.max_concurrent_uploads and --stream.threads"
 _CHECKSUM = "A store that does not know CRC32C checksums works with --store.checksums false"
 
 _THROTTLING = {
@@ -35,20 +36,13 @@ _THROTTLING = {
     "BandwidthLimitExceeded",
 }  # fmt: skip
 _TRANSIENT = {
-    "InternalError",
-    "RequestTimeout",
-    "RequestTimeoutException",
-    "OperationAborted",
+    "InternalError", "RequestTimeout", "RequestTimeoutException", "OperationAborted",
     "ConditionalRequestConflict",
-}
+}  # fmt: skip
 _NOT_FOUND = {"NoSuchKey", "NoSuchUpload", "NotFound"}
 _DAMAGED = {
-    "BadDigest",
-    "InvalidDigest",
-    "XAmzContentChecksumMismatch",
-    "IncompleteBody",
-    "XAmzContentSHA256Mismatch",
-}
+    "BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
 _REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct --store.url",
     "InvalidBucketName": "Correct the bucket in --store.url",
@@ -80,13 +74,17 @@ _BY_STATUS = {
 }
 
 
-class BadAnswer(Exception):  # noqa: N818
-    """The store answered, but not what was asked for. `kind` as for any fault."""
+_TRANSPORT = (
+    boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, HTTPError, OSError, EOFError
+)  # fmt: skip
 
-    def __init__(self, cause: str, kind: Kind, remedy: str = "") -> None:
+
+class BadAnswer(Exception):  # noqa: N818
+    """The store answered, but not what was asked for. The arguments are those of a Fault."""
+
+    def __init__(self, cause: str, kind: Kind, remedy: str = "", *, may_have_acted: bool = False) -> None:
         super().__init__(cause)
-        self.kind = kind
-        self.remedy = remedy
+        self.fault = Fault(kind, cause, remedy, may_have_acted=may_have_acted)
 
 
 def classify(error: Exception) -> Fault:
@@ -94,7 +92,7 @@ def classify(error: Exception) -> Fault:
     if isinstance(error, ClientError):
         return _of_answer(error)
     if isinstance(error, BadAnswer):
-        return Fault(error.kind, str(error), error.remedy)
+        return error.fault
     if isinstance(error, StoreError):
         raise error
     return _of_client(error)
@@ -111,35 +109,25 @@ def _of_answer(error: ClientError) -> Fault:
     response = error.response
     code = str(response.get("Error", {}).get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    message = str(response.get("Error", {}).get("Message", ""))
-    cause = f"the store answered {status} {code}" + (
-        f" ({scrub(message)})" if message and message != code else ""
-    )
+    message = scrub(str(response.get("Error", {}).get("Message", "")))
+    cause = f"the store answered {status} {code}" + (f" ({message})" if message not in ("", code) else "")
     if status == 412 or code == "PreconditionFailed":
-        changed = error.operation_name == "GetObject"
-        return Fault(
-            Kind.FINAL,
-            "the object was replaced while it was read"
-            if changed
-            else "the object is not as the condition wants it",
-            error=ObjectChanged if changed else PreconditionFailed,
-        )
+        if error.operation_name == "GetObject":
+            return Fault(
+                Kind.FINAL, "the object has been replaced since its etag was read", error=ObjectChanged
+            )
+        return Fault(Kind.FINAL, "the object is not as the condition wants it", error=PreconditionFailed)
     if code in _NOT_FOUND or (status == 404 and code in ("404", "")):
-        return Fault(
-            Kind.FINAL, "there is no such " + ("upload" if code == "NoSuchUpload" else "object"), error=NotFound
-        )
+        missing = "upload" if code == "NoSuchUpload" else "object"
+        return Fault(Kind.FINAL, f"there is no such {missing}", error=NotFound)
     if code in _THROTTLING or status in (429, 503):
-        return Fault(
-            Kind.THROTTLED, cause, "The store asks for fewer requests: lower --store.max_concurrent_uploads"
-        )
-    if code in _TRANSIENT:
-        return Fault(Kind.TRANSIENT, cause, "Look into the store's health", may_have_acted=status >= 500)
+        return Fault(Kind.THROTTLED, cause, _FEWER, may_have_acted=status >= 500)
+    if code in _TRANSIENT or (status >= 500 and status not in (501, 507)):
+        return Fault(Kind.TRANSIENT, cause, "Look into the health of the store", may_have_acted=status >= 500)
     if code in _REMEDIES:
         return Fault(Kind.FINAL, cause, _REMEDIES[code])
     if code in _DAMAGED:
         return Fault(Kind.FEW, cause, f"The bytes were damaged on the way. {_CHECKSUM}")
-    if status >= 500 and status != 501:
-        return Fault(Kind.TRANSIENT, cause, "Look into the store's health", may_have_acted=True)
     if "checksum" in message.lower():
         return Fault(Kind.FINAL, cause, _CHECKSUM)
     return Fault(Kind.FINAL, cause, _BY_STATUS.get(str(status), ""))
@@ -148,35 +136,20 @@ def _of_answer(error: ClientError) -> Fault:
 def _of_client(error: Exception) -> Fault:
     """An error on this side of the connection: nothing, or nothing whole, was answered."""
     cause = scrub(f"{error}" or type(error).__name__)
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return Fault(
-            Kind.FINAL,
-            "no credentials were found" if isinstance(error, boto.NoCredentialsError) else cause,
-            _CREDENTIALS,
-        )
+    if isinstance(error, boto.NoCredentialsError):
+        return Fault(Kind.FINAL, "no credentials were found", _CREDENTIALS)
     if isinstance(error, boto.CredentialRetrievalError | boto.MetadataRetrievalError):
         return Fault(Kind.FEW, cause, _CREDENTIALS)
-    if isinstance(error, boto.TokenRetrievalError | boto.SSOError):
+    if isinstance(error, boto.PartialCredentialsError | boto.TokenRetrievalError | boto.SSOError):
         return Fault(Kind.FINAL, cause, _CREDENTIALS)
-    if isinstance(error, boto.SSLError):
-        kind = Kind.FINAL if "CERTIFICATE_VERIFY_FAILED" in str(error) else Kind.TRANSIENT
-        remedy = "The store's certificate is not trusted here: AWS_CA_BUNDLE names the file of the one that is"
-        return Fault(
-            kind, cause, remedy if kind is Kind.FINAL else _REACH, may_have_acted=kind is Kind.TRANSIENT
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        remedy = (
+            "The certificate of the store is not trusted here: AWS_CA_BUNDLE names the file of those that are"
         )
+        return Fault(Kind.FINAL, cause, remedy)
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError | boto.ProxyConnectionError):
         return Fault(Kind.TRANSIENT, cause, _REACH)
-    if isinstance(error, boto.ReadTimeoutError):
-        return Fault(Kind.TRANSIENT, f"no answer in time: {cause}", _REACH, may_have_acted=True)
-    transport = (
-        boto.HTTPClientError,
-        boto.ConnectionError,
-        boto.IncompleteReadError,
-        HTTPError,
-        OSError,
-        EOFError,
-    )
-    if isinstance(error, transport):
+    if isinstance(error, _TRANSPORT):
         return Fault(Kind.TRANSIENT, cause, _REACH, may_have_acted=True)
     if isinstance(error, boto.BotoCoreError):
         return Fault(Kind.FINAL, cause, "Check --store.url, --store.endpoint and --store.region")

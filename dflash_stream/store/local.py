@@ -107,7 +107,7 @@ class LocalStore:
         with self._errors("reading", key), self._path(key).open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if etag is not None and etag_of(status) != etag:
-                raise ObjectChanged(f"{where}: the object is no longer the one it was")
+                raise ObjectChanged(f"{where}: the object has been replaced since its etag was read")
             begin = start if start >= 0 else status.st_size + start
             if begin < 0 or begin + len(view) > status.st_size:
                 size = status.st_size

@@ -25,7 +25,7 @@ from dflash_stream.store.base import (
     UploadInfo,
 )
 from dflash_stream.store.checksum import crc32c, crc32c_header
-from dflash_stream.store.client import MAX_CONNECTIONS, Body, Connection, check_range, parse_url
+from dflash_stream.store.client import MAX_CONNECTIONS, Body, Connection, check_range, needed, parse_url
 from dflash_stream.store.faults import BadAnswer, classify, is_expired, scrub
 from dflash_stream.store.probe import probe
 from dflash_stream.store.retry import Attempts, Clock, Fault, Gate, Kind, Retrier
@@ -34,6 +34,8 @@ ABORT_DEADLINE_S = 30.0  # an exit must not wait long for a cleanup; `repair` fi
 CHECK_DEADLINE_S = 20.0
 READ_BYTES = 1 << 20
 DELETE_BATCH = 1000
+
+Advance = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class S3Store:
@@ -77,7 +79,7 @@ class S3Store:
                 data = body.read()
             if len(data) != answer["ContentLength"]:
                 raise BadAnswer(f"{len(data)} of {answer['ContentLength']} bytes came", Kind.TRANSIENT)
-            return data, answer["ETag"]
+            return data, str(answer["ETag"])
 
         data, etag = self._retrier.run(self._what("reading", key), attempt, self.reads)
         self.reads.add(bytes=len(data))
@@ -104,7 +106,7 @@ class S3Store:
             before = reached
             with answer["Body"] as body:
                 start = check_range(answer, start, reached, len(view))
-                etag = etag or answer["ETag"]
+                etag = etag or str(answer["ETag"])
                 try:
                     while reached < len(view):
                         count = body.readinto(view[reached : reached + READ_BYTES])
@@ -161,7 +163,7 @@ class S3Store:
             found, etag = self.get(key)
         except NotFound:
             return None
-        return etag if found == body else None
+        return etag if memoryview(body).cast("B") == found else None
 
     def head(self, key: str) -> ObjectInfo:
         answer = self._retrier.run(
@@ -171,52 +173,43 @@ class S3Store:
         )
         return ObjectInfo(key, answer["ContentLength"], answer["ETag"], answer["LastModified"].timestamp())
 
-    def _pages(
-        self, operation: str, verb: str, prefix: str, advance: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> Any:
-        """The pages of a listing; `advance` makes the arguments for the next page from this one."""
-        arguments: dict[str, Any] = {"Prefix": self._prefix + prefix}
-        while True:
-            attempt = functools.partial(self._request, operation, **arguments)
-            page = self._retrier.run(self._what(verb, prefix), attempt, self.reads)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            arguments = {"Prefix": self._prefix + prefix} | advance(page)
+    def _entries(self, operation: str, verb: str, prefix: str, field: str, advance: Advance) -> Iterator[Any]:
+        """The entries of a listing over its pages; `advance` makes a page into the arguments for the next."""
+        first = {"Prefix": self._prefix + prefix}
+        more: dict[str, Any] | None = {}
+        while more is not None:
+            arguments = first | more
+
+            def attempt(arguments: dict[str, Any] = arguments) -> tuple[Any, dict[str, Any] | None]:
+                page = self._request(operation, **arguments)
+                return page.get(field, ()), advance(page) if page.get("IsTruncated") else None
+
+            entries, more = self._retrier.run(self._what(verb, prefix), attempt, self.reads)
+            yield from entries
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        pages = self._pages(
-            "list_objects_v2",
-            "listing",
-            prefix,
-            lambda page: {"ContinuationToken": page["NextContinuationToken"]},
-        )
+        def advance(page: dict[str, Any]) -> dict[str, Any]:
+            return {"ContinuationToken": needed(page, "NextContinuationToken")}
+
         found = [
-            ObjectInfo(
-                entry["Key"][len(self._prefix) :],
-                entry["Size"],
-                entry["ETag"],
-                entry["LastModified"].timestamp(),
-            )
-            for page in pages
-            for entry in page.get("Contents", ())
+            ObjectInfo(self._key(entry), entry["Size"], entry["ETag"], entry["LastModified"].timestamp())
+            for entry in self._entries("list_objects_v2", "listing", prefix, "Contents", advance)
         ]
-        found.sort(key=lambda info: info.key)  # not every store lists in byte order
-        return iter(found)
+        return iter(sorted(found, key=lambda info: info.key))  # not every store lists in byte order
+
+    def _key(self, entry: dict[str, Any]) -> str:
+        return str(entry["Key"])[len(self._prefix) :]
 
     def list_uploads(self, prefix: str) -> Iterator[UploadInfo]:
         def advance(page: dict[str, Any]) -> dict[str, Any]:
-            last = page["Uploads"][-1]  # some stores leave the markers out
+            last = needed(page, "Uploads")[-1]  # some stores leave the markers out
             key = page.get("NextKeyMarker") or last["Key"]
             return {"KeyMarker": key, "UploadIdMarker": page.get("NextUploadIdMarker") or last["UploadId"]}
 
-        pages = self._pages("list_multipart_uploads", "listing uploads of", prefix, advance)
+        entries = self._entries("list_multipart_uploads", "listing uploads of", prefix, "Uploads", advance)
         found = {
-            entry["UploadId"]: UploadInfo(
-                entry["Key"][len(self._prefix) :], entry["UploadId"], entry["Initiated"].timestamp()
-            )
-            for page in pages
-            for entry in page.get("Uploads", ())
+            entry["UploadId"]: UploadInfo(self._key(entry), entry["UploadId"], entry["Initiated"].timestamp())
+            for entry in entries
         }
         return iter(sorted(found.values(), key=lambda upload: (upload.key, upload.upload_id)))
 
