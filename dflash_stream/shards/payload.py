@@ -78,8 +78,8 @@ def parse(
     ):
         if start != reached or end > len(body) or end - start != math.prod(shape) * ITEM_BYTES[dtype]:
             raise SampleError(
-                f"{where} is damaged: {name} {list(shape)} of {dtype} lies at {start:,} to {end:,} of {len(body):,}, "
-                f"expected to begin at {reached:,}"
+                f"{where} is damaged: {name} {list(shape)} of {dtype} lies at {start:,} to {end:,} "
+                f"of {len(body):,}, expected to begin at {reached:,}"
             )
         stored[name] = StoredTensor(name, dtype, shape, body[start:end])
         reached = end

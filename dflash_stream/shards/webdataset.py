@@ -153,6 +153,8 @@ class ObjectStream(io.RawIOBase):
         if length > 0:
             self._ahead.append(self._pool.submit(self._fetch, self._asked, memoryview(buffer)[:length]))
             self._asked += length
+        if self._asked == self._size:
+            self._pool.shutdown(wait=False)  # its threads end by themselves once they have read what was asked
 
     def _fetch(self, start: int, buffer: memoryview) -> memoryview:
         self._read(start, buffer)
@@ -173,6 +175,7 @@ class ObjectStream(io.RawIOBase):
                 self._ahead.popleft()
         except BaseException as error:
             self._failure = error
+            self._pool.shutdown(wait=False, cancel_futures=True)
             raise
         count = min(len(buffer), len(self._current))
         memoryview(buffer).cast("B")[:count] = self._current[:count]
