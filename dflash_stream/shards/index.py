@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,8 @@ from dflash_stream.run import Run
 from dflash_stream.shards import tar
 from dflash_stream.shards.record import ShardRecord
 from dflash_stream.store import PreconditionFailed, Store
+
+log = logging.getLogger(__name__)
 
 INDEX_MEMBER = "__index__"  # webdataset skips names like this one
 BLOCK_UNITS = 1024
@@ -154,7 +157,12 @@ def commit(store: Store, record: ShardRecord) -> Committed:
             f"{store.url}/{key} is the record of another run ({standing.run[:12]}, not {record.run[:12]}): "
             f"use another store.url. {record.object} was left as it is"
         )
-    store.delete([record.object])
+    try:
+        store.delete([record.object])
+    except UserError as error:  # the unit is committed all the same
+        log.warning(
+            "%s/%s was left behind; dflash-stream repair removes it: %s", store.url, record.object, error
+        )
     return Committed(standing, ours=False)
 
 

@@ -1,7 +1,7 @@
 """What a shard says of itself: the content of its `__index__` member and of its commit record.
 
-The record exists (as index/shard-NNNNNN.json) if, and only if, the shard is whole and belongs to the run. Both are the
-same JSON; only the record also knows the object's size and etag, which are not known while the shard is written.
+The record exists (as index/shard-NNNNNN.json) if, and only if, the shard is whole and belongs to the run. Both
+are the same JSON; only the record also knows the object's size and etag, not known while the shard is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampleEntry(_Frozen):
 
 
 class Refusal(_Frozen):
-    """A sample that could not be stored, and why. It keeps its place in the order of training, with weight zero."""
+    """A sample that could not be stored, and why. It keeps its place in the training order, at weight zero."""
 
     key: str
     reason: str
@@ -61,5 +61,7 @@ class ShardRecord(_Frozen):
         except ValidationError as error:
             raise UserError(f"{where} is not a shard record: {error}") from None
         if record.version != RECORD_VERSION:
-            raise UserError(f"{where} has record version {record.version}, this dflash-stream reads {RECORD_VERSION}")
+            raise UserError(
+                f"{where} has record version {record.version}, this dflash-stream reads {RECORD_VERSION}"
+            )
         return record

@@ -100,22 +100,20 @@ def _open(settings: StoreSettings, url: str, mode: str = "rb", bufsize: int = 0)
         raise UserError(f"{url} can only be read: shards are written by extract.py")
     address, separator, rest = url.rpartition(f"/{layout.SHARDS}")
     unit = layout.unit_of_shard(layout.SHARDS + rest) if separator else None
-    if (
-        unit is None
-    ):  # some other object: nothing is known of its content, but it is read whole, from one version
+    if unit is not None:
+        store = _store(settings.model_copy(update={"url": address}), os.getpid())
+        record = read_record(store, unit)
+        if record.object != layout.SHARDS + rest:
+            raise UserError(
+                f"{url} is not the shard of unit {unit}: that is {record.object}. List them with shard_urls"
+            )
+        stream = ObjectStream(store, record.object, record.size, record.etag, ShardCheck(record, url).feed)
+    else:  # some other object: nothing is known of its content, but it is read whole, and from one version
         bucket, _, key = url.removeprefix("s3://").partition("/")
         store = _store(settings.model_copy(update={"url": f"s3://{bucket}"}), os.getpid())
         info = store.head(key)
-        return io.BufferedReader(ObjectStream(store, key, info.size_bytes, info.etag), MiB)
-    store = _store(settings.model_copy(update={"url": address}), os.getpid())
-    record = read_record(store, unit)
-    if record.object != layout.SHARDS + rest:
-        raise UserError(
-            f"{url} is not the shard of unit {unit}: that is {record.object}. List them with shard_urls"
-        )
-    return io.BufferedReader(
-        ObjectStream(store, record.object, record.size, record.etag, ShardCheck(record, url).feed), MiB
-    )
+        stream = ObjectStream(store, key, info.size_bytes, info.etag)
+    return io.BufferedReader(stream, MiB)
 
 
 @lru_cache(maxsize=64)

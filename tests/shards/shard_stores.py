@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 from dflash_stream import layout
 from dflash_stream.config import StoreSettings
-from dflash_stream.store import LocalStore, PreconditionFailed, StoreError
+from dflash_stream.store import LocalStore, Part, PreconditionFailed, StoreError
 
 MiB = 1 << 20
 
@@ -37,6 +38,22 @@ class SilentStore(LocalStore):
         if key.startswith(layout.INDEX):
             raise StoreError(f"writing {key}: no answer in 900 s")
         return super().put(key, body, **conditions)  # type: ignore[arg-type]
+
+
+class RefusingStore(LocalStore):
+    """Takes no part of a multipart upload."""
+
+    def put_part(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        data: memoryview,
+        crc32c: int,
+        *,
+        give_up: threading.Event | None = None,
+    ) -> Part:
+        raise StoreError(f"sending part {number} of {key}: refused")
 
 
 def members(archive: bytes) -> dict[str, bytes]:

@@ -71,9 +71,8 @@ def states(payload: bytes, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         for size in np.frombuffer(raw(f"{name}.high_sizes"), "<i4"):
             high += zstandard.decompress(raw(f"{name}.high")[at : at + size])
             at += size
-        words = np.frombuffer(high, np.uint8).astype(np.uint32) << 8 | np.frombuffer(
-            raw(f"{name}.low"), np.uint8
-        )
+        words = np.frombuffer(high, np.uint8).astype(np.uint32) << 8
+        words |= np.frombuffer(raw(f"{name}.low"), np.uint8)
         shape = header[f"{name}.low"]["shape"]
     else:
         words, shape = np.frombuffer(raw(name), "<u2").astype(np.uint32), header[name]["shape"]

@@ -72,7 +72,7 @@ def test_loader_workers_read_every_sample_once(s3_run: Run, start: str) -> None:
 def test_settings_that_the_environment_lacks_reach_spawned_workers(
     s3_run: Run, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What register_s3 returns is sent to a worker as a pickle and called there, in a process that knows nothing."""
+    """What register_s3 returns goes to a worker as a pickle and is called where nothing is registered."""
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     settings = StoreSettings(endpoint=s3_server.endpoint)
     urls = shard_urls(s3_run.store.url, settings=settings)

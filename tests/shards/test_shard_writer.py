@@ -18,7 +18,7 @@ from dflash_stream.run import Run
 from dflash_stream.shards import Committed, SampleError, ShardWriter, decode, read_index_member, read_record
 from dflash_stream.shards.record import ShardRecord
 from dflash_stream.store import LocalStore, Store, StoreError, Uploader, crc32c, open_store
-from tests.shards.shard_stores import LyingStore, MiB, SilentStore, local_settings, members
+from tests.shards.shard_stores import LyingStore, MiB, RefusingStore, SilentStore, local_settings, members
 from tests.synthetic_run import extract_run, prepare_run, sample_tensors
 
 HIDDEN = 16
@@ -229,6 +229,23 @@ def test_in_doubt_the_object_stays_and_the_error_says_so(
     assert len(objects(run.store)[0]) == 1
 
 
+def test_a_loser_that_cannot_delete_its_object_still_knows_that_the_unit_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = local_settings(tmp_path)
+    run = small_run(open_store(settings))
+    winner = write_unit(run.store, run, settings)
+
+    def refuse(keys: object) -> None:
+        raise StoreError(f"deleting {keys}: access denied")
+
+    monkeypatch.setattr(run.store, "delete", refuse)
+    loser = write_unit(run.store, run, settings)
+    assert not loser.ours
+    assert loser.record == winner.record
+    assert "was left behind" in caplog.text
+
+
 def test_the_record_of_another_run_is_not_taken_for_a_winner(tmp_path: Path) -> None:
     settings = local_settings(tmp_path)
     run = small_run(open_store(settings))
@@ -317,11 +334,7 @@ def test_a_sample_cut_by_an_interrupt_cannot_be_finished(
 def test_a_failed_upload_reaches_the_producer_and_commits_nothing(tmp_path: Path) -> None:
     settings = local_settings(tmp_path)
 
-    class Broken(LocalStore):
-        def put_part(self, key: str, upload_id: str, number: int, *args: object, **more: object) -> object:  # type: ignore[override]
-            raise StoreError(f"sending part {number} of {key}: refused")
-
-    store = Broken(settings)
+    store = RefusingStore(settings)
     run = prepare_run(store, units=1, each=4, validation_units=0, tokens=(1200, 1200), layers=5, hidden=256)
     tensors = sample_tensors(0, 1200, 5, 256)
 
