@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_stream.config import TargetSettings
+from dflash_stream.target.layers import dflash_layers
+from dflash_stream.target.load import load_target
 from tests.tiny_targets import FAMILIES, VOCAB
 from tests.train.tiny_pair import BLOCK, LAYERS, NEW_TOKENS, TAPS, states_of, tiny_target
 from train.decode import rounds_of, speculative_generate
@@ -69,6 +73,33 @@ def test_states_handed_to_the_drafter_are_those_of_one_clean_forward(family: str
     got = torch.cat(prophet.states)
     assert len(got) > len(PROMPT) + 20
     torch.testing.assert_close(got, states_of(target, PROMPT + text)[: len(got)], atol=1e-3, rtol=1e-3)
+
+
+def test_smollm2_writes_its_own_text_whatever_is_drafted(smollm2: Path) -> None:
+    """A real checkpoint, with its own vocabulary, template tokens and end token."""
+    settings = TargetSettings(id=str(smollm2), dtype="float32")
+    taps = dflash_layers(30, 5)
+    target = load_target(settings, layers=taps, whole=True, device="cpu")
+    prompt = [1, 4093, 198, 19556, 506, 253, 1789, 30, 2, 198, 1, 520, 9531, 198]
+    (text,) = target.greedy([prompt], 20)
+    assert len(set(text)) > 8
+    embedding = target.model.get_input_embeddings().weight
+    head: Any = SimpleNamespace(embed_tokens=embedding, lm_head=F.normalize(embedding, dim=-1))
+
+    class Known(Prophet):
+        def draft(self, embeddings: Tensor, context: Tensor, cache: Any, start: int) -> Tensor:
+            ids = torch.tensor([[0, *self.drafts(start - len(prompt) + len(PROMPT))]])
+            return head.lm_head[ids]  # of all rows of a normalised table, a row is nearest to itself
+
+    known: Any = Known(text)
+    known.config.target_layer_ids = taps
+    made = speculative_generate(target, known, head, prompt, 20)
+    assert made.tokens == text
+    assert 1 in made.lengths
+    assert max(made.lengths) > 2
+    states = torch.cat(known.states)
+    clean = target.states([prompt + text])[0][: len(states)]
+    torch.testing.assert_close(states.bfloat16(), clean, atol=0.1, rtol=0.02)
 
 
 def test_perfect_drafts_need_one_forward_a_block() -> None:

@@ -93,15 +93,22 @@ def trained_pair(steps: int = 150) -> Pair:
                 parameter.normal_(0, 0.25)  # text that does not soon repeat itself
     samples = [_sample(target, row) for row in range(16)]
     head = head_of(target)
-    drafter = Drafter(drafter_config()).initialize(0)
+    return Pair(target, head, fit(Drafter(drafter_config()).initialize(0), head, samples, steps), samples)
+
+
+def fit(drafter: Drafter, head: Head, samples: list[Sample], steps: int) -> Drafter:
+    """Train a drafter on a few samples until it knows much of them by heart. Returns it."""
+    config = drafter.config
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         chosen = [samples[(step * 4 + i) % len(samples)] for i in range(4)]
         anchors = [choose_anchors(np.asarray(s.loss_mask), 16, seed=0, row=s.row, epoch=step) for s in chosen]
-        blocks = collate(chosen, anchors, block_size=BLOCK, mask_token_id=MASK, gamma=3.0)
+        blocks = collate(
+            chosen, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id, gamma=3.0
+        )
         hidden = drafter(
             F.embedding(blocks.block_ids, head.embed_tokens),
-            drafter.project(blocks.hidden_states),
+            drafter.project(blocks.hidden_states.to(head.embed_tokens.dtype)),
             blocks.anchors,
             blocks.keep,
         )
@@ -110,7 +117,7 @@ def trained_pair(steps: int = 150) -> Pair:
         clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return Pair(target, head, drafter.eval(), samples)
+    return drafter.eval()
 
 
 def _sample(target: Target, row: int) -> Sample:
