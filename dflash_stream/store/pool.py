@@ -72,7 +72,7 @@ class Pool:
             self._moving -= moving
             if self._held_bytes > self._budget_bytes:
                 self._held_bytes -= len(buffer)
-            else:
+            elif len(buffer):  # an empty object's is none
                 self._free.append(buffer)
             self._changed.notify_all()
 

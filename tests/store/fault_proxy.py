@@ -1,7 +1,7 @@
 """An HTTP proxy on loopback that hurts chosen requests: answers lost, bodies cut, refusals, delays.
 
 It stands before a real S3 server, which still does what it is asked: so a test can lose the answer of a put
-that happened. Without a server behind it every request must be met by a rule. Rules look at "METHOD
+that happened. Without a server behind it, it accepts every upload and keeps nothing. Rules look at "METHOD
 /path?query"; all requests are logged.
 """
 
@@ -114,6 +114,20 @@ def change(edit: Callable[[Reply], Reply]) -> Fault:
     return lambda request, forward: edit(forward())
 
 
+def _accept(request: Request) -> Reply:
+    """What a store answers to the requests of an upload."""
+    if request.target.startswith("DELETE"):
+        return Reply(204)
+    if request.target.startswith("PUT"):
+        return Reply(200, [("ETag", '"e"')])
+    if re.search("POST .*[?]uploads", request.target):
+        return Reply(
+            200, body=b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
+        )
+    assert re.search("POST .*uploadId", request.target), f"no rule for {request.target}"
+    return Reply(200, body=b"<CompleteMultipartUploadResult><ETag>e-1</ETag></CompleteMultipartUploadResult>")
+
+
 @dataclass
 class _Rule:
     pattern: re.Pattern[str]
@@ -186,7 +200,8 @@ class FaultProxy:
                 rule.left -= 1
 
         def forward() -> Reply:
-            assert self._upstream, f"no rule for {request.target}"
+            if self._upstream is None:
+                return _accept(request)
             connection = http.client.HTTPConnection(self._upstream, timeout=30)
             sent = {n: v for n, v in request.headers.items() if n.lower() not in ("expect", "connection")}
             connection.request(handler.command, handler.path, body, sent)

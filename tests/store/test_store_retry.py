@@ -35,14 +35,14 @@ def retrier(clock: FakeClock, *, deadline_s: float = 100.0, gate: Gate | None = 
     return Retrier(deadline_s, gate or Gate(8), classify, clock.clock())
 
 
-def failing(kind: Kind, times: int, **more: bool) -> Callable[[], str]:
+def failing(kind: Kind, times: int, may_have_acted: bool = False) -> Callable[[], str]:
     """An action that fails `times` times, then succeeds."""
     left = [times]
 
     def action() -> str:
         left[0] -= 1
         if left[0] >= 0:
-            raise Trouble(Fault(kind, "broken", "Mend it", **more))
+            raise Trouble(Fault(kind, "broken", "Mend it", may_have_acted=may_have_acted))
         return "done"
 
     return action
