@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_DRAINING = 2  # shards whose last parts are still on their way while the next unit computes
 CHOICES = 4  # a unit is drawn from the first few free ones, so that many processes do not race for one
-LONGEST_POLL_S = 5.0
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.1, 5.0  # looks at what others do, when only they have work
 PROGRESS_S = 15.0
 
 
@@ -124,7 +124,7 @@ class Worker:
 
     def _next_unit(self) -> int | None:
         """Claim a missing unit; while others hold all of them, wait for a commit or a lapse. None: nothing is left."""
-        waiting = False
+        pause_s = SHORTEST_POLL_S
         while True:
             self._collect()
             missing = set(range(self._run.identity.units)) - committed_units(self._run.store)
@@ -139,10 +139,13 @@ class Worker:
                         return unit
                     self._claims.release(unit)
             if not free:
-                if not waiting:
+                if pause_s == SHORTEST_POLL_S:
                     logger.info("other processes work on all that is missing (%d units): waiting", len(missing))
-                waiting = True
-                time.sleep(min(LONGEST_POLL_S, self._settings.claim_ttl_s / 4) * self._random.uniform(0.5, 1))
+                if self._draining:
+                    self._collect(wait_s=pause_s)
+                else:
+                    time.sleep(pause_s * self._random.uniform(0.5, 1))
+                pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     def _is_committed(self, unit: int) -> bool:
         """Whether the unit was finished between the listing and the claim."""

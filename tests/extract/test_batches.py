@@ -23,11 +23,8 @@ def test_a_sample_is_lost_or_a_batch_exceeds_the_budget(budget: int, window: int
 def test_padding_wastes_the_forward_pass() -> None:
     rng = random.Random(1)
     lengths = [rng.randint(20, 2048) for _ in range(500)]
-    batches = plan(lengths, 16384)
-    padded = sum(len(batch) * max(lengths[place] for place in batch) for batch in batches)
-    in_turn = plan(lengths, 16384, window_batches=1)
-    assert padded < 1.25 * sum(lengths)
-    assert len(batches) < 0.8 * len([1 for _ in in_turn]) or padded < 0.9 * 16384 * len(in_turn)
+    padded = sum(len(batch) * max(lengths[place] for place in batch) for batch in plan(lengths, 16384))
+    assert padded < 1.25 * sum(lengths)  # in the order of the unit it would be 1.8
 
 
 def test_finished_samples_pile_up_while_an_earlier_one_is_due() -> None:
