@@ -288,7 +288,12 @@ def test_the_producer_waits_when_every_buffer_is_full(sink: FaultProxy) -> None:
     sink.on(PART, hold(release), times=100)
     with Uploader(open_store(settings), settings) as uploader:
         upload = uploader.open("k")
-        producer = threading.Thread(target=lambda: [upload.write(bytes(MiB)) for _ in range(30)], daemon=True)
+
+        def produce() -> None:
+            for _ in range(30):
+                upload.write(bytes(MiB))
+
+        producer = threading.Thread(target=produce, daemon=True)
         producer.start()
         eventually(lambda: sink.count(PART) == 2, "two parts are being sent")
         time.sleep(0.2)
