@@ -272,10 +272,10 @@ class Publisher:
         # A daemon: a process that has given its checkpoint up must not wait for it on exit.
         threading.Thread(target=self._run, args=(snapshot, running), name="checkpoint", daemon=True).start()
 
-    def settle(self) -> None:
-        """Wait until nothing is under way, whatever came of it."""
-        if self._running is not None:
-            wait([self._running])
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is under way, whatever came of it, `timeout_s` at most. Once closed, wait for nothing."""
+        if self._running is not None and not self._closed.is_set():
+            wait([self._running], timeout_s)
 
     @property
     def failed(self) -> bool:

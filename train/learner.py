@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn import functional as F
@@ -58,6 +58,10 @@ class Learner:
             mask_token_id=config.mask_token_id,
             gamma=settings.loss_gamma or decay_gamma(config.block_size),
         )
+
+    def pinned(self, blocks: Blocks) -> Blocks:
+        """The same in memory that a GPU copies from while it computes."""
+        return Blocks(**{field.name: getattr(blocks, field.name).pin_memory() for field in fields(blocks)})
 
     def measure(self, blocks: Blocks) -> LossSums:
         """Loss sum (with its graph, where gradients are on) and counts of some blocks."""

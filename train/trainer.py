@@ -13,8 +13,9 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from dflash_stream import layout
 from dflash_stream.config import Config
@@ -23,9 +24,10 @@ from dflash_stream.head import load_head
 from dflash_stream.run import Run
 from dflash_stream.store import Uploader, open_store
 from dflash_stream.stream.loader import TrainStream, make_loader, validation_samples
-from dflash_stream.stream.sample import MicroBatch
 from dflash_stream.tracking import Tracker, open_tracker
 from train import checkpoint
+from train.ahead import ahead
+from train.blocks import Blocks
 from train.checkpoint import (
     MODEL,
     OPTIMIZER,
@@ -147,6 +149,17 @@ class Window:
         }
 
 
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch that is ready to be computed. stream: the state of the stream behind it."""
+
+    last: bool  # of its step
+    samples: int
+    tokens: int
+    blocks: Blocks | None
+    stream: dict[str, Any]
+
+
 class Training:
     """One start of a training: the parts that the steps work on, and what they have come to so far."""
 
@@ -154,11 +167,11 @@ class Training:
         config, store = plan.config, plan.run.store
         self.plan, self.config, self.store = plan, config, store
         self.ranks, self.signals, self.ownership = ranks, signals, ownership
-        self.loader = make_loader(
+        loader = make_loader(
             store, plan.run, config, rank=ranks.rank, world=ranks.world, steps=plan.total_steps
         )
-        assert isinstance(self.loader.dataset, TrainStream)
-        self.stream = self.loader.dataset
+        assert isinstance(loader.dataset, TrainStream)
+        self.loader, self.stream = loader, loader.dataset
         head = load_head(store, device=ranks.device, dtype=compute_dtype(config.train))
         model = Drafter(plan.drafter, gradient_checkpointing=config.train.gradient_checkpointing)
         model.initialize(config.train.seed).to(ranks.device)
@@ -166,6 +179,9 @@ class Training:
         self.optimizer = Optimizer(model, config.train)
         self.accumulator = Accumulator(list(self.optimizer.named.values()), plan.drafter.block_size)
         self.publisher = Publisher(Uploader(store, config.store), ownership, config.train.keep_checkpoints)
+        # On a GPU the next micro-batch is made while this one computes; on the CPU that would only take cores away.
+        self._prepared = ahead(self._prepare()) if ranks.device.type == "cuda" else self._prepare()
+        self._position: dict[str, Any] = {}  # state of the stream behind the last step
         self.step = 0  # steps taken, and so the number of the next one, from 0
         self.saved_step: int | None = None
         self.tokens = 0
@@ -215,6 +231,8 @@ class Training:
             state = "stopped" if summary.stopped_by else "finished"
             return summary
         finally:
+            self.publisher.settle(GRACE_S)  # a checkpoint of before is good, whatever has happened since
+            self._prepared.close()
             self.stream.close()
             self._close_publisher()
             tracker.close(state)
@@ -224,16 +242,15 @@ class Training:
         begun = step_begun = time.monotonic()
         window = Window()
         stopped_by: int | None = None
-        for micro in self._timed(self.loader):
-            blocks = self.learner.blocks(micro.samples)
-            if blocks is not None:
-                measured = self.learner.measure(blocks)
+        for work in self._timed(self._prepared):
+            if work.blocks is not None:
+                measured = self.learner.measure(work.blocks)
                 measured.loss_sum.backward()
                 self.accumulator.sums.add_sums(measured)
-            tokens = sum(len(sample.input_ids) for sample in micro.samples)
-            self.accumulator.sums.add(samples=len(micro.samples), tokens=tokens)
-            if not micro.last:
+            self.accumulator.sums.add(samples=work.samples, tokens=work.tokens)
+            if not work.last:
                 continue
+            self._position = work.stream
 
             sums = self._reduce()
             rate = learning_rate(self.step, self.plan.total_steps, settings)
@@ -266,16 +283,25 @@ class Training:
             acceptance=self.acceptance, checkpoint=newest.prefix if newest else None, stopped_by=stopped_by,
         )  # fmt: skip
 
-    def _timed(self, loader: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same micro-batches, the time waited for each added to the sums of the step."""
-        micros = iter(loader)
+    def _prepare(self) -> Generator[Work, None, None]:
+        """The micro-batches of the stream as blocks. An empty one has none: nothing in it is collective."""
+        for micro in self.loader:
+            blocks = self.learner.blocks(micro.samples)
+            if blocks is not None and self.ranks.device.type == "cuda":
+                blocks = self.learner.pinned(blocks)
+            tokens = sum(len(sample.input_ids) for sample in micro.samples)
+            yield Work(micro.last, len(micro.samples), tokens, blocks, self.stream.state_dict())
+
+    def _timed(self, works: Iterable[Work]) -> Iterator[Work]:
+        """The same, the time waited for each added to the sums of the step."""
+        remaining = iter(works)
         while True:
             asked = time.monotonic()
-            micro = next(micros, None)
-            if micro is None:
+            work = next(remaining, None)
+            if work is None:
                 return
             self.accumulator.sums.add(wait_s=time.monotonic() - asked)
-            yield micro
+            yield work
 
     def _reduce(self) -> Sums:
         """The one collective of a step: gradient and sums, and with them what one rank has to say to all others."""
@@ -293,11 +319,9 @@ class Training:
         """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is published."""
         self.step += 1
         if not math.isfinite(norm) or not math.isfinite(sums.mean_loss):
-            newest = self.publisher.published
             raise UserError(
-                f"step {self.step}: loss {sums.mean_loss}, gradient norm {norm}: the training has diverged. Lower train.lr, "
-                "or raise train.warmup_fraction; it continues from "
-                + (f"the checkpoint of step {newest.step}" if newest else "the start")
+                f"step {self.step}: loss {sums.mean_loss}, gradient norm {norm}: the training has diverged. Lower "
+                "train.lr or raise train.warmup_fraction, and start again: it continues from its newest checkpoint"
             )
         self.tokens += int(sums.tokens)
         self.last_loss = sums.mean_loss
@@ -339,7 +363,7 @@ class Training:
         state = TrainState(
             step=self.step, total_steps=self.plan.total_steps, optimizer_steps=self.optimizer.steps, tokens=self.tokens,
             first_loss=self.first_loss, last_loss=self.last_loss, acceptance=self.acceptance,
-            stream=self.stream.state_dict(), drafter=self.plan.drafter.to_json(),
+            stream=self._position, drafter=self.plan.drafter.to_json(),
             fingerprint=self.plan.run.identity.fingerprint, settings=self.ownership.record.settings,
         )  # fmt: skip
         model, moments = host_copy(self.optimizer.named), host_copy(self.optimizer.tensors())

@@ -187,9 +187,9 @@ def test_failed_publication_goes_unnoticed(
     url: str, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step reports it; nothing after it is published."""
-    other: list[TrainSummary] = []
 
     def take_over(training: Training) -> None:
+        training.publisher.settle()
         checkpoint.Ownership(
             training.store,
             "drafter",
@@ -202,7 +202,6 @@ def test_failed_publication_goes_unnoticed(
     with pytest.raises(UserError, match="taken over by another trainer"):
         train(config)
     assert recorders[0].state == "failed"
-    assert not other
     record = checkpoint.newest_checkpoint(open_store(config.store), "drafter")
     assert record.step == 2
 
@@ -215,8 +214,11 @@ def test_diverged_training_is_published(
             training.learner.drafter.fc.weight[0, 0] = torch.nan
 
     at_step(monkeypatch, 2, spoil)
-    with pytest.raises(UserError, match=r"step 3: loss nan.*from the checkpoint of step 2"):
-        train(settings(url, train={"checkpoint_every_steps": 1, "keep_checkpoints": 1}))
+    with pytest.raises(UserError, match=r"step 3: loss nan.*diverged"):
+        train(settings(url, train={"checkpoint_every_steps": 1}))
+    found = checkpoint.read_owner(open_store(settings(url).store), "drafter")
+    assert found is not None
+    assert [record.step for record in found[0].checkpoints] == [1, 2]
 
 
 def test_refused_samples_shift_the_steps(tmp_path: Path, recorders: list[Recorder]) -> None:

@@ -160,16 +160,15 @@ def lines_until(process: subprocess.Popen[str], text: str) -> Iterator[str]:
     raise AssertionError(f"ended without {text!r}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_loses_the_steps_since_the_last_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_loses_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     make_run(url, train=8)
     process = entry(url, tmp_path, [sys.executable], epochs=1e5)
     list(lines_until(process, "step 2/"))
-    process.send_signal(number)
-    process.send_signal(number)  # as a launcher repeats what the terminal has sent
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as a launcher repeats what the terminal has sent
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number, output
+    assert process.returncode == 143, output
     step = checkpoint.newest_checkpoint(open_store(settings(url).store), "drafter").step
     assert step >= 2
     assert f"step {step} of" in output.splitlines()[-1], output
