@@ -61,14 +61,11 @@ class _Entry:
     row: int
     epoch: int
     where: Location | None
+    cost: int  # bytes of the budget, from being scheduled to being handed out
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     missing: int = 0  # ranges still under way
     sample: Sample | None = None
     error: BaseException | None = None
-
-    @property
-    def size(self) -> int:
-        return self.where.size if self.where else 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +132,8 @@ class _Fetch:
         self._store = store
         self._table = run.samples
         self._taps = (len(run.identity.layers), run.identity.target.hidden_size)
+        # No codec makes states smaller than half, so this is what they take at most once they are decoded.
+        self._growth = 1 if run.identity.codec == "bf16" else 2
         self._index = index
         self._settings = settings
         self._counters = counters
@@ -163,7 +162,7 @@ class _Fetch:
         if entry.error is not None:
             raise entry.error
         self._entries.popleft()
-        self._account(-entry.size)
+        self._account(-entry.cost)
         if entry.sample is not None:
             self._counters.samples += 1
         self._top_up()
@@ -198,7 +197,8 @@ class _Fetch:
                 self._ended = True
                 return None
             row, epoch = request or (-1, 0)
-            self._peeked = _Entry(row, epoch, self._index.locate(row) if request else None)
+            where = self._index.locate(row) if request else None
+            self._peeked = _Entry(row, epoch, where, where.size * self._growth if where else 0)
         return self._peeked
 
     def _top_up(self) -> None:
@@ -210,11 +210,11 @@ class _Fetch:
             return
         wave: list[_Entry] = []
         while (entry := self._peek()) is not None and len(self._entries) < _MAX_AHEAD:
-            if self._entries and self._scheduled_bytes + entry.size > budget:
+            if self._entries and self._scheduled_bytes + entry.cost > budget:
                 break
             self._peeked = None
             self._entries.append(entry)
-            self._account(entry.size)
+            self._account(entry.cost)
             wave.append(entry)
         self._schedule(wave)
 
@@ -234,6 +234,7 @@ class _Fetch:
 
     def _start_thread(self) -> None:
         if len(self._threads) < self._settings.threads:
+            torch.get_num_threads()  # the caller's number is fixed by this, before ours are set to one
             name = f"sample-reader-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -266,6 +267,7 @@ class _Fetch:
     # the threads' side
 
     def _work(self) -> None:
+        torch.set_num_threads(1)  # else decoding would start a team of OpenMP threads for each of ours
         me = threading.get_ident()
         while (request := self._todo.get()) is not None and not self._closed:
             self._in_flight[me] = (request, time.monotonic())

@@ -136,6 +136,35 @@ def test_reading_ahead_never_exceeds_the_budget(
     assert engine.counters.prefetched_bytes == 0
 
 
+def system_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_decoding_starts_no_teams_of_threads_and_leaves_the_caller_s_alone(tmp_path: Path) -> None:
+    """OpenMP gives every thread that asks a team as large as the machine."""
+    settings = StoreSettings(url=f"file://{tmp_path}", part_bytes=5 * MiB, pool_bytes=10 * MiB)
+    run = prepare_run(
+        open_store(settings), units=1, validation_units=0, tokens=(300, 400), hidden=256, codec="fp8"
+    )
+    extract_run(run, settings)
+    index = load_index(run.store, run, [0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        engine = SampleReader(run.store, run, index, StreamSettings(threads=4, prefetch_bytes=1 << 30))
+        samples = engine.read(requests(range(6)))
+        tasks = system_threads()
+        next(samples)
+        payload = sum(where.size for row in range(6) if (where := index.locate(row)) is not None)
+        assert engine.counters.prefetched_bytes > payload  # decoded, they are twice as large
+        for sample in samples:
+            assert sample is not None
+            assert system_threads() <= tasks + 4
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_sample_larger_than_the_budget_goes_through_alone(
     extracted: tuple[Run, ShardIndex, Path], watched: WatchedStore
 ) -> None:
