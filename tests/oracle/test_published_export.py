@@ -42,7 +42,7 @@ def test_published_code_computes_our_forward_from_our_export(exported: Path) -> 
         "states": states.flatten(1),
     }
     save_file(inputs, exported / "inputs.safetensors")
-    ask(exported, "forward")
+    ask("forward", exported)
     outputs = load_file(exported / "outputs.safetensors")
     _, drafter = load_export(exported, dtype=torch.float32)
     ids = torch.full((1, len(ANCHORS), BLOCK), MASK)
@@ -67,7 +67,7 @@ def test_published_loop_accepts_the_same_drafts_in_every_round(exported: Path) -
     pair.target.model.save_pretrained(exported / "target")
     prompts = [*pair.prompts[:8], [3, 1, 4, 1, 5], [9, 2, 6]]
     (exported / "prompts.json").write_text(json.dumps({"prompts": prompts, "new_tokens": NEW_TOKENS}))
-    ask(exported, "generate")
+    ask("generate", exported)
     answers = json.loads((exported / "accepted.json").read_text())
     seen: set[int] = set()
     for prompt, answer in zip(prompts, answers, strict=True):
