@@ -31,8 +31,9 @@ _TOP = (
     "max_position_embeddings",
 )
 _INNER = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers")
-# What later kinds of DFlash drafters have in dflash_config.
+# What later kinds of DFlash drafters have, at the top or in dflash_config; factors are 1 where they do nothing.
 _LATER = ("use_swa", "projector_type", "conv_kernel_size", "selector_rank", "final_logit_softcapping")
+_FACTORS = ("input_embedding_scale", "output_multiplier")
 
 
 class DrafterConfig(DrafterSettings):
@@ -209,6 +210,7 @@ def _foreign(published: dict[str, Any], inner: dict[str, Any]) -> list[str]:
         f"is_causal = {causal} with {' and '.join(sorted(types))}": (
             causal is not None and types != {SLIDING if causal else FULL}
         ),
-        **{f"dflash_config.{name}": bool(inner.get(name)) for name in _LATER},
+        **{name: bool(inner.get(name, published.get(name))) for name in _LATER},
+        **{name: inner.get(name, published.get(name)) not in (None, 1) for name in _FACTORS},
     }
     return [name for name, is_asked in asked.items() if is_asked]

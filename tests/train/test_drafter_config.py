@@ -131,9 +131,10 @@ def test_transformers_reads_the_same_numbers() -> None:
         ),
         (
             {"dflash_config": QWEN3_8B["dflash_config"] | {"conv_kernel_size": 2}},
-            "dflash_config.conv_kernel_size",
+            "conv_kernel_size",
         ),
-        ({"dflash_config": QWEN3_8B["dflash_config"] | {"use_swa": True}}, "dflash_config.use_swa"),
+        ({"dflash_config": QWEN3_8B["dflash_config"] | {"use_swa": True}}, "use_swa"),
+        ({"output_multiplier": 0.5}, "output_multiplier"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
         ({"dflash_config": None}, "lacks mask_token_id, target_layer_ids"),
         ({"layer_types": [FULL] * 4}, "layer_types must name 5 layers, it names 4"),
