@@ -8,7 +8,9 @@ the same etag.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -35,6 +37,14 @@ from dflash_stream.store.base import (
 from dflash_stream.store.probe import probe
 
 WRITING = ".writing"
+_NAMES_CLASH = "In a directory one object cannot lie below the name of another"
+_REMEDIES = {
+    errno.ENOSPC: "Free space on this disk",
+    errno.EDQUOT: "The quota of this user is used up",
+    errno.ENOTDIR: _NAMES_CLASH,
+    errno.EISDIR: _NAMES_CLASH,
+    errno.EEXIST: _NAMES_CLASH,
+}
 
 
 def parse_url(url: str) -> Path:
@@ -75,22 +85,26 @@ class LocalStore:
         where = f"{verb} {self._root / key}"
         try:
             yield
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except FileNotFoundError:
             raise NotFound(f"{where}: there is no such object") from None
         except PermissionError as error:
-            raise StoreError(
-                f"{where}: {error.strerror}. This user needs read and write access to {self._root}"
-            ) from None
+            remedy = f"This user needs to read and write {self._root}"
+            raise StoreError(f"{where}: {error.strerror}. {remedy}") from None
         except OSError as error:
-            remedy = {28: "The disk is full", 122: "The quota is used up"}.get(
-                error.errno or 0, "Look into the file system"
-            )
+            remedy = _REMEDIES.get(error.errno or 0, "Look into the file system")
             raise StoreError(f"{where}: {error.strerror or error}. {remedy}") from None
 
+    def _open(self, key: str) -> io.FileIO:
+        """An object's file, for reading; a directory, or a name below a file, is no object."""
+        try:
+            return io.FileIO(self._path(key))
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise FileNotFoundError from error
+
     def get(self, key: str) -> tuple[bytes, str]:
-        with self._errors("reading", key), self._path(key).open("rb") as file:
+        with self._errors("reading", key), self._open(key) as file:
             etag = etag_of(os.fstat(file.fileno()))
-            data = file.read()
+            data = file.readall()
         self.reads.add(requests=1, bytes=len(data))
         return data, etag
 
@@ -104,7 +118,7 @@ class LocalStore:
             return
         view = buffer.cast("B")
         where = f"reading {len(view)} bytes from byte {start} of {self._root / key}"
-        with self._errors("reading", key), self._path(key).open("rb", buffering=0) as file:
+        with self._errors("reading", key), self._open(key) as file:
             status = os.fstat(file.fileno())
             if etag is not None and etag_of(status) != etag:
                 raise ObjectChanged(f"{where}: the object has been replaced since its etag was read")
@@ -148,17 +162,15 @@ class LocalStore:
         etag = seal(temporary)
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
+            found = etag_of(path.stat()) if path.is_file() else None
+            if if_none_match and found is not None:
+                raise PreconditionFailed(f"writing {path}: the object exists already")
+            if if_match is not None and found != if_match:
+                state = "does not exist" if found is None else "is no longer the one that was read"
+                raise PreconditionFailed(f"writing {path}: the object to be replaced {state}")
             if if_none_match:
-                try:
-                    os.link(temporary, path)
-                except FileExistsError:
-                    raise PreconditionFailed(f"writing {path}: the object exists already") from None
+                take_name(temporary, path)
             else:
-                if if_match is not None:
-                    found = etag_of(path.stat()) if path.is_file() else None
-                    if found != if_match:
-                        state = "does not exist" if found is None else "is no longer the one that was read"
-                        raise PreconditionFailed(f"writing {path}: the object to be replaced {state}")
                 temporary.replace(path)
         sync_directory(path.parent)
         return etag
@@ -172,10 +184,8 @@ class LocalStore:
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors("looking at", key):
-            path = self._path(key)
-            status = path.stat()
-            if not path.is_file():
-                raise NotFound(f"looking at {path}: there is no such object")
+            with self._open(key) as file:
+                status = os.fstat(file.fileno())
         self.reads.add(requests=1)
         return ObjectInfo(key, status.st_size, etag_of(status), status.st_mtime)
 
@@ -311,6 +321,16 @@ def seal(path: Path) -> str:
         return etag_of(os.fstat(descriptor))
     finally:
         os.close(descriptor)
+
+
+def take_name(temporary: Path, path: Path) -> None:
+    """Name a file, unless the name is taken: by a link, which is atomic even where locks are not passed on."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise PreconditionFailed(f"writing {path}: the object exists already") from None
+    except OSError:  # a file system without hard links: the lock has to do
+        temporary.replace(path)
 
 
 def sync_directory(path: Path) -> None:

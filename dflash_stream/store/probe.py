@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dflash_stream import layout
 from dflash_stream.store.base import PreconditionFailed, Store, StoreError
+from dflash_stream.store.checksum import crc32c
 
 _NEEDED = (
     "Without conditional writes two writers can both believe that they published the same shard. Use a store "
@@ -12,7 +13,7 @@ _NEEDED = (
 
 
 def probe(store: Store) -> None:
-    """Write, replace, read and delete one object under status/. StoreError says what the store does not do."""
+    """Write, replace, read, upload and delete an object under status/. StoreError says what does not work."""
     key = f"{layout.STATUS}probe-{layout.new_token()}"
     etag = store.put(key, b"first", if_none_match=True)
     try:
@@ -30,8 +31,23 @@ def probe(store: Store) -> None:
             raise StoreError(f"{store.url} does not give back what was written last: it cannot hold a run")
         if store.get_range(key, 1, 3) != b"hir":
             raise StoreError(f"{store.url} does not serve ranges of an object: it cannot hold a run")
+        _upload(store, key)
     finally:
         store.delete([key])
+
+
+def _upload(store: Store, key: str) -> None:
+    """A multipart upload of one part, over the object, and what becomes of it."""
+    data = memoryview(b"in parts")
+    upload = store.create_upload(key)
+    try:
+        part = store.put_part(key, upload, 1, data, crc32c(data))
+        store.complete_upload(key, upload, [part])
+    except StoreError:
+        store.abort_upload(key, upload)
+        raise
+    if store.get(key)[0] != data:
+        raise StoreError(f"{store.url} does not give back what was uploaded in parts: it cannot hold a run")
 
 
 def _accepted(

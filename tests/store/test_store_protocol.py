@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -254,8 +256,29 @@ def test_an_address_that_is_none_is_refused_by_name_and_without_its_secrets(url:
     assert "secret" not in str(raised.value)
 
 
+def test_a_name_that_a_directory_cannot_hold_is_no_missing_object(tmp_path: Path) -> None:
+    store = open_store(StoreSettings(url=f"file://{tmp_path}/run"))
+    store.put("a/b", b"x")
+    for key in ("a/b/c", "a"):
+        with pytest.raises(StoreError, match="one object cannot lie below") as raised:
+            store.put(key, b"x")
+        assert not isinstance(raised.value, NotFound)
+
+
+def test_a_file_system_without_links_still_has_one_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    store = open_store(StoreSettings(url=f"file://{tmp_path}/run"))
+    winners = _race(store, lambda body: store.put("k", body, if_none_match=True))
+    assert winners == [store.get("k")[0]]
+
+
 @pytest.mark.parametrize("key", ["../x", "/etc/passwd", "a/../../x", "", "a//b", ".writing/lock"])
-def test_no_key_leaves_the_directory(tmp_path: os.PathLike[str], key: str) -> None:
+def test_no_key_leaves_the_directory(tmp_path: Path, key: str) -> None:
     store = open_store(StoreSettings(url=f"file://{tmp_path}/run"))
     with pytest.raises(StoreError, match="no key"):
         store.put(key, b"x")
