@@ -31,6 +31,7 @@ from dflash_stream.store import PreconditionFailed, Store
 log = logging.getLogger(__name__)
 
 INDEX_MEMBER = "__index__"  # webdataset skips names like this one
+MAX_TAIL_BYTES = 256 << 20  # in which an index is looked for: some 2.5 million samples
 BLOCK_UNITS = 1024
 _ABSENT, _STORED, _REFUSED = 0, 1, 2
 _BLOCK_SCHEMA = pa.schema(
@@ -150,7 +151,7 @@ def commit(store: Store, record: ShardRecord) -> Committed:
             f"{store.url}/{record.object} is whole, but whether it was committed is not known: {error}. "
             "Nothing was deleted; dflash-stream repair commits or removes it"
         ) from error
-    if standing.attempt == record.attempt and standing.object == record.object:
+    if standing.object == record.object:
         return Committed(standing, ours=True)
     if standing.run != record.run:
         raise UserError(
@@ -174,7 +175,8 @@ def read_index_member(store: Store, object_key: str, size: int) -> ShardRecord:
     where = f"{store.url}/{object_key}"
     found, tail, tail_bytes = None, b"", 0
     while found is None:
-        if size % tar.BLOCK_BYTES or not tail.endswith(tar.END[:tail_bytes]) or tail_bytes == size:
+        given_up = tail_bytes == size or tail_bytes >= MAX_TAIL_BYTES
+        if given_up or size % tar.BLOCK_BYTES or not tail.endswith(tar.END[:tail_bytes]):
             raise UserError(f"{where} does not end with an {INDEX_MEMBER} member: it is no whole shard")
         tail_bytes = min(size, max(8 * tail_bytes, 1 << 16))
         tail = store.get_range(object_key, size - tail_bytes, tail_bytes)
@@ -191,7 +193,7 @@ def read_index_member(store: Store, object_key: str, size: int) -> ShardRecord:
 
 
 def check_layout(record: ShardRecord, where: str) -> None:
-    """UserError unless the samples of a record lie one after another, as the writer lays them."""
+    """UserError unless the samples of a record lie one after another in its object, as the writer lays them."""
     reached = 0
     for sample in record.samples:
         if sample.offset != reached + tar.BLOCK_BYTES or sample.size <= 0:
@@ -200,6 +202,11 @@ def check_layout(record: ShardRecord, where: str) -> None:
                 f"expected {reached + tar.BLOCK_BYTES:,}: the record is damaged. See: dflash-stream repair"
             )
         reached += tar.member_bytes(sample.size)
+    if record.size and reached > record.size:
+        raise UserError(
+            f"{where}: its samples have {reached:,} bytes, the object {record.size:,}: the record is damaged. "
+            "See: dflash-stream repair"
+        )
 
 
 # --- loading

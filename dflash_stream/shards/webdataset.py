@@ -28,7 +28,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.shards import tar
 from dflash_stream.shards.codec import decode
-from dflash_stream.shards.index import committed_units, load_index, read_record
+from dflash_stream.shards.index import check_layout, committed_units, load_index, read_record
 from dflash_stream.shards.record import ShardRecord
 from dflash_stream.shards.writer import SUFFIX
 from dflash_stream.store import Store, crc32c, open_store
@@ -107,6 +107,7 @@ def _open(settings: StoreSettings, url: str, mode: str = "rb", bufsize: int = 0)
             raise UserError(
                 f"{url} is not the shard of unit {unit}: that is {record.object}. List them with shard_urls"
             )
+        check_layout(record, f"{address}/{layout.record(unit)}")
         stream = ObjectStream(store, record.object, record.size, record.etag, ShardCheck(record, url).feed)
     else:  # some other object: nothing is known of its content, but it is read whole, and from one version
         bucket, _, key = url.removeprefix("s3://").partition("/")
@@ -125,8 +126,7 @@ def _store(settings: StoreSettings, pid: int) -> Store:
 class ObjectStream(io.RawIOBase):
     """One version of an object as a stream of bytes, read ahead in parallel ranges. Use from one thread.
 
-    `check` sees the bytes in order before they are handed out, and raises when they are wrong. Every failure is
-    final.
+    `check` sees the bytes in order before they are handed out, and raises when they are wrong. Failures are final.
     """
 
     def __init__(
@@ -189,8 +189,7 @@ class ObjectStream(io.RawIOBase):
 
 
 class ShardCheck:
-    """Compares a shard's bytes, given in order, with its record: headers and padding exactly, payloads by
-    CRC32C.
+    """Compares a shard's bytes, given in order, with its record: headers exactly, payloads by CRC32C.
 
     What follows the last payload holds no sample and is not compared.
     """
@@ -234,8 +233,9 @@ class ShardCheck:
                 self._crc32c = crc32c(piece, self._crc32c)
                 if not self._left and self._crc32c != self._expectation:
                     raise UserError(
-                        f"sample {self._key} of {self._url} is damaged: its CRC32C is {self._crc32c:08x}, "
-                        f"recorded was {self._expectation:08x}. See: dflash-stream repair"
+                        f"sample {self._key} of {self._url} is damaged, in the store or on the way here: its "
+                        f"CRC32C is {self._crc32c:08x}, recorded was {self._expectation:08x}. "
+                        "See: dflash-stream repair"
                     )
             if not self._left:
                 self._next()

@@ -156,6 +156,7 @@ def swapped(record: Any) -> list[Any]:
         ({"refused": lambda r: [*r.refused, r.refused[0].model_copy(update={"key": "x"})]}, r"it has x, which"),
         ({"samples": swapped}, r"has them out of order"),
         ({"samples": moved}, r"is said to begin at byte 1,024"),
+        ({"size": 4096}, r"bytes, the object 4,096"),
         ({"samples": lambda r: [s.model_copy(update={"tokens": 3}) for s in r.samples]}, "token counts differ"),
     ],
 )  # fmt: skip

@@ -15,7 +15,15 @@ from dflash_stream import layout
 from dflash_stream.config import StoreSettings
 from dflash_stream.errors import UserError
 from dflash_stream.run import Run
-from dflash_stream.shards import Committed, SampleError, ShardWriter, decode, read_index_member, read_record
+from dflash_stream.shards import (
+    Committed,
+    SampleError,
+    ShardWriter,
+    commit,
+    decode,
+    read_index_member,
+    read_record,
+)
 from dflash_stream.shards.record import ShardRecord
 from dflash_stream.store import LocalStore, Store, StoreError, Uploader, crc32c, open_store
 from tests.shards.shard_stores import LyingStore, MiB, RefusingStore, SilentStore, local_settings, members
@@ -227,6 +235,17 @@ def test_in_doubt_the_object_stays_and_the_error_says_so(
     with pytest.raises(UserError, match=r"is whole, but whether it was committed is not known(.|\n)*repair"):
         write_unit(store_kind(settings), run, settings)
     assert len(objects(run.store)[0]) == 1
+
+
+def test_the_object_that_the_record_names_is_never_deleted(tmp_path: Path) -> None:
+    """Whoever put the record: repair may have adopted our object meanwhile, under a record of its own."""
+    settings = local_settings(tmp_path)
+    run = small_run(open_store(settings))
+    ours = write_unit(run.store, run, settings).record
+    adopted = ours.model_copy(update={"made_with": {"adopted": True}, "attempt": "another"})
+    run.store.put(layout.record(0), adopted.to_bytes())
+    assert commit(run.store, ours) == Committed(adopted, ours=True)
+    assert objects(run.store)[0] == [ours.object]
 
 
 def test_a_loser_that_cannot_delete_its_object_still_knows_that_the_unit_is_committed(
