@@ -48,9 +48,15 @@ log = logging.getLogger(__name__)
 class Score:
     """One drafter on the held-out samples.
 
-    acceptance_length: tokens over rounds, all samples together; interval: its 95 % bootstrap interval over
-    samples macro_acceptance_length: mean over samples of each one's tokens over rounds slot_acceptance: of the
-    rounds with room for it, the share that accepted slot k, k = 1 … B-1; None without such a round
+    acceptance_length: tokens over rounds, all samples together
+
+    interval: its 95 % bootstrap interval over samples
+
+    macro_acceptance_length: mean over samples of each one's tokens over rounds
+
+    slot_acceptance: of the rounds that had room for it, the share that accepted slot k, k = 1 … B-1; None
+    where no round had
+
     agreement_length: over the text of the data set, mean of 1 + leading drafts that equal it; None without an
     anchor
     """
@@ -67,10 +73,16 @@ class Score:
 class EvalReport:
     """The worth of a drafter.
 
-    step: of the checkpoint; samples: held-out ones with at least one round; tokens: of their continuations.
-    untrained: the same drafter with the weights that its training began with. difference: acceptance length
-    trained less untrained, with its paired interval. The scores are None when the run holds no continuations;
-    live is None when it was not asked for.
+    run: fingerprint of run.json; step: of the checkpoint
+
+    samples: held-out ones with at least one round; tokens: of their continuations
+
+    untrained, trained: the drafter with the weights that its training began with, and with those of the
+    checkpoint; None when the run holds no continuations
+
+    difference: acceptance length trained less untrained, with its paired interval
+
+    live: None when it was not asked for
     """
 
     drafter: str
@@ -130,6 +142,10 @@ def evaluate(
     live_prompts: JSONL of chats; the first `live_samples` of them are also decoded with the target,
     `new_tokens` tokens each at most. UserError when there is no checkpoint, or nothing to measure it on.
     """
+    if live_samples < 1 or new_tokens < 2:
+        raise UserError(
+            "live decoding needs at least one prompt and two new tokens: the first is never drafted"
+        )
     store = open_store(config.store)
     run = Run.open(store)
     name = config.train.name
@@ -238,7 +254,5 @@ def compare(
 
 
 def _slot_shares(walks: Iterable[Sequence[int]], block_size: int) -> list[float | None]:
-    counts = np.array([slot_acceptance(walk, block_size) for walk in walks]).sum(
-        0
-    )  # [accepted or offered, B-1]
-    return [float(accepted / offered) if offered else None for accepted, offered in counts.T]
+    counts = np.array([slot_acceptance(walk, block_size) for walk in walks])  # [texts, accepted or offered, B-1]
+    return [float(accepted / offered) if offered else None for accepted, offered in counts.sum(0).T]

@@ -169,6 +169,12 @@ def test_unusable_prompts_are_named_before_anything_is_loaded(
         evaluate(config, live_prompts=tmp_path / "absent.jsonl")
 
 
+def test_counts_that_leave_nothing_to_decode_are_refused(config: Config, prompts: Path) -> None:
+    for counts in ({"live_samples": 0}, {"new_tokens": 1}):
+        with pytest.raises(UserError, match="at least one prompt and two new tokens"):
+            evaluate(config, live_prompts=prompts, **counts)
+
+
 def test_another_target_than_the_runs_is_refused(config: Config, prompts: Path, tmp_path: Path) -> None:
     other = save_tiny("qwen3", tmp_path / "other")
     changed = config.model_copy(update={"target": config.target.model_copy(update={"id": str(other)})})
