@@ -1,4 +1,5 @@
-"""Stream the hidden states of a prepared run into its store: one process a GPU, on as many machines as there are.
+"""Stream the hidden states of a prepared run into its store: one process a GPU, on as many machines as
+there are.
 
     accelerate launch extract.py --config configs/qwen3.6-27b.yaml
     accelerate launch extract.py --store.url s3://bucket/run1 --extract.tokens_per_batch 16384
@@ -12,7 +13,7 @@ from dflash_stream import config, entry
 
 
 def main() -> int | None:
-    """Read the settings, extract what is missing; the exit status is 128 plus the signal when stopped by one."""
+    """Read the settings, extract what is missing; when a signal stops it, exit with 128 plus its number."""
     settings, _ = config.load(
         program="extract.py",
         about="Stream the target's hidden states of a prepared run into its store.",

@@ -1,4 +1,4 @@
-"""Prepared runs of random tokens for tests of extraction: a run.json, a sample table and units, in any store."""
+"""Prepared runs of random tokens to extract: a run.json, a sample table and units, in any store."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def publish_run(
         unit_bytes=1 << 20,
         seed=seed,
         validation=ValidationRule(
-            rule="random", units=validation_units, samples=validation_units * samples_per_unit, new_tokens=new_tokens
+            rule="random", units=validation_units, samples=validation_units * samples_per_unit,
+            new_tokens=new_tokens,
         ),
     )  # fmt: skip
     run = Run(store, identity)

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 VOCAB = 128
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
-_HYBRID: dict[str, Any] = dict(
-    full_attention_interval=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
-    linear_num_value_heads=4, linear_conv_kernel_dim=4,
-)  # fmt: skip
-_SIGHT: dict[str, Any] = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_HYBRID: dict[str, Any] = {
+    "full_attention_interval": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_SIGHT: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 
 
 def _text(family: str, layers: int) -> dict[str, Any]:

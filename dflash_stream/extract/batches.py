@@ -1,7 +1,7 @@
 """Which samples of a unit go through the target together, and in what order they come back: pure, no I/O.
 
-Samples are taken in windows of a few batches. Within a window they are sorted by length, so that little is padded; the
-window bounds how many finished samples wait for an earlier one, and so the host memory.
+Samples are taken in windows of a few batches. Within a window they are sorted by length, so that little is
+padded; the window bounds how many finished samples wait for an earlier one, and so the host memory.
 """
 
 from __future__ import annotations

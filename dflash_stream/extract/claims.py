@@ -1,8 +1,8 @@
 """Who works on a unit, until when: small objects that keep processes from doing the same work twice.
 
-A claim is advice. It never decides what is part of the run (the commit record alone does), so the worst that a lost claim,
-a late renewal or clocks that disagree can do is work done twice. A claim names a random token and a time, no host and
-no rank.
+A claim is advice. It never decides what is part of the run (the commit record alone does), so the worst
+that a lost claim, a late renewal or clocks that disagree can do is work done twice. A claim names a random
+token and a time, no host and no rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Claims:
     def open_units(self, missing: Iterable[int], limit: int) -> list[int]:
         """The first `limit` of the `missing` units that nobody seems to work on, in their order. One listing.
 
-        A claim that was not rewritten for `ttl_s` is likely to have lapsed, so its unit counts; `take` looks closely.
+        A claim that was not rewritten for `ttl_s` is likely to have lapsed, so its unit counts; `take`
+        looks closely.
         """
         written = {claimed_unit(info.key): info.modified for info in self._store.list(layout.CLAIMS)}
         found: list[int] = []

@@ -1,6 +1,7 @@
 """Puts token sequences through the target and gets their states back in order, whatever happens to a batch.
 
-A batch that does not fit in memory is split in halves. A sequence whose states are no good is tried once more, alone.
+A batch that does not fit in memory is split in halves. A sequence whose states are no good is tried once
+more, alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ T = TypeVar("T")
 def states_in_order(target: Target, sequences: Sequence[Tokens], budget_tokens: int) -> Iterator[States]:
     """The states of each sequence, in order. `problem` is set where they were no good twice.
 
-    A batch is started before the one ahead of it is waited for, so that its copy to the host and the upload run meanwhile.
-    UserError when a single sequence does not fit in memory.
+    A batch is started before the one ahead of it is waited for, so that its copy to the host and the upload
+    run meanwhile. UserError when a single sequence does not fit in memory.
     """
     return in_order(_results(target, sequences, plan([len(tokens) for tokens in sequences], budget_tokens)))
 
@@ -63,7 +64,7 @@ def _once_more(target: Target, tokens: Tokens, states: States) -> States:
 def continuations(
     target: Target, prompts: Sequence[Tokens], new_tokens: int, budget_tokens: int
 ) -> list[list[int]]:
-    """The target's greedy continuation of each prompt, in order: at most `new_tokens` tokens, the end token included."""
+    """The target's greedy continuation of each prompt, in order: at most `new_tokens` tokens."""
     found: dict[int, list[int]] = {}
     todo = deque(plan([len(prompt) + new_tokens for prompt in prompts], budget_tokens))
     while todo:
@@ -101,12 +102,13 @@ def halves(batch: list[int], lengths: list[int]) -> list[list[int]]:
     """A batch that did not fit, as two. UserError when it is a single sequence."""
     if len(batch) == 1:
         raise UserError(
-            f"out of memory at a single sample of {lengths[0]} tokens: its unit stays open for a process with more memory. "
+            f"out of memory at a single sample of {lengths[0]} tokens: its unit stays open. "
             "Use a device with more memory (nothing else should run on it), or prepare a run with a smaller "
             "prepare.max_tokens; extract.tokens_per_batch does not matter for a single sample."
         )
     logger.warning(
-        "out of memory at a batch of %d samples, %d padded tokens: trying halves; a lower extract.tokens_per_batch avoids this",
+        "out of memory at a batch of %d samples, %d padded tokens: trying halves; "
+        "a lower extract.tokens_per_batch avoids this",
         len(batch),
         len(batch) * max(lengths),
     )

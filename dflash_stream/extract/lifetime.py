@@ -1,8 +1,8 @@
 """How a process ends before its work does: SIGTERM, SIGINT, or the death of the launcher that started it.
 
-The first signal raises Interrupted in the main thread, wherever that is (it may be waiting for the store); what is
-open is then closed on the way out. Launchers kill 30 s after they ask, so a process that has not managed within its
-grace time ends by force, and says what it may leave behind.
+The first signal raises Interrupted in the main thread, wherever that is (it may be waiting for the store);
+what is open is then closed on the way out. Launchers kill 30 s after they ask, so a process that has not
+managed within its grace time ends by force, and says what it may leave behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAUNCHER_SIGNS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Interrupted(BaseException):  # noqa: N818 - like KeyboardInterrupt, no `except Exception` is to catch it
+class Interrupted(BaseException):
     """The process was asked to stop. `exit_code` is 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
@@ -72,8 +72,9 @@ class Lifetime:
     def _end_by_force(self, number: int) -> None:
         if not self._closed.wait(self._grace_s):
             print(
-                f"error: could not stop in order within {self._grace_s:g} s; parts of an unfinished shard may be left in the "
-                "store. They are no part of the run; the store's rule for unfinished multipart uploads removes them.",
+                f"error: could not stop in order within {self._grace_s:g} s; parts of an unfinished shard "
+                "may be left in the store. They are no part of the run; the store's rule for unfinished "
+                "multipart uploads removes them.",
                 file=sys.stderr,
                 flush=True,
             )

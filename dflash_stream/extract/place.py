@@ -1,4 +1,5 @@
-"""Where this process stands among those that were launched together: for the choice of a device, and for its logs.
+"""Where this process stands among those that were launched together: for the choice of a device, and for
+its logs.
 
 Extraction makes no process group: the processes share work through the store alone.
 """
@@ -24,12 +25,13 @@ class Place:
 
 
 def take_place() -> Place:
-    """Read what the launcher says, choose the device, and on CPU share the cores among the processes of this machine."""
+    """Read what the launcher says, choose the device, and on CPU share the cores of this machine."""
     rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. "
+                f"process {local_rank} of this machine has no GPU of its own: "
+                f"there are {torch.cuda.device_count()}. "
                 "Start at most one process a GPU (accelerate launch --num_processes)."
             )
         device = torch.device("cuda", local_rank)

@@ -18,6 +18,7 @@ from dflash_stream.extract.place import Place, take_place
 from dflash_stream.extract.settings import check_settings, check_target, target_settings
 from dflash_stream.extract.worker import ExtractSummary, Worker
 from dflash_stream.run import Identity, Run
+from dflash_stream.shards.codec import require
 from dflash_stream.shards.index import committed_units
 from dflash_stream.store import Store, open_store
 from dflash_stream.store.upload import Uploader
@@ -48,6 +49,7 @@ def extract(config: Config) -> ExtractSummary:
             logger.info("all %d units are extracted: nothing to do", identity.units)
             return ExtractSummary()
         logger.info("%d of %d units are extracted", len(done), identity.units)
+        require(identity.codec)
         store.check()
         target = _load(config, identity, store, place, done)
         return _work(config, run, target, place, lifetime)

@@ -1,7 +1,8 @@
 """Compares the settings of a process with the run it is about to work on.
 
-Only what the settings state counts: a setting that is left out follows the run, so the store's address is enough to
-join one. What does not alter the content (batch budget, uploads in flight, number of processes) is free.
+Only what the settings state counts: a setting that is left out follows the run, so the store's address is
+enough to join one. What does not alter the content (batch budget, uploads in flight, number of processes)
+is free.
 """
 
 from __future__ import annotations
@@ -27,31 +28,29 @@ def target_settings(identity: Identity, given: TargetSettings) -> TargetSettings
 
 
 def check_settings(identity: Identity, config: Config, where: str) -> None:
-    """UserError naming every stated setting that differs from the run, both values, and what to do. Reads no model."""
-    stated = config.prepare.model_fields_set
-    changes: dict[str, Any] = {
-        name: getattr(config.prepare, name)
-        for name in ("codec", "final_state", "seed", "unit_bytes")
-        if name in stated
-    }
-    changes["text"] = identity.text.model_copy(
-        update={
-            name: getattr(config.prepare, name)
-            for name in ("max_tokens", "truncation", "turns")
-            if name in stated
-        }
-    )
+    """UserError naming every stated setting that differs from the run, and both values. Reads no model."""
+    stated = {name: getattr(config.prepare, name) for name in config.prepare.model_fields_set}
+    settings = target_settings(identity, config.target)
+    changes = _pick(stated, "codec", "final_state", "seed", "unit_bytes") | {"dtype": settings.dtype}
     if config.prepare.layers is not None:
         changes["layers"] = config.prepare.layers
     elif "num_taps" in stated:
         changes["layers"] = dflash_layers(identity.target.num_layers, config.prepare.num_taps)
-    settings = target_settings(identity, config.target)
-    changes["dtype"] = settings.dtype
-    target: dict[str, Any] = {}
+    text = _pick(stated, "max_tokens", "truncation", "turns")
+    if identity.text.tokenizer_sha256 is not None:  # a dataset that came tokenised records no template
+        text |= _pick(stated, "thinking", "template_kwargs")
+    changes["text"] = identity.text.model_copy(update=text)
+    if "validation_new_tokens" in stated and identity.validation.samples:
+        new_tokens = {"new_tokens": stated["validation_new_tokens"]}
+        changes["validation"] = identity.validation.model_copy(update=new_tokens)
     if not is_directory(settings.id):  # a directory may be anywhere: its config is compared before it is loaded
-        target = {"id": settings.id, "revision": settings.revision}
-    changes["target"] = identity.target.model_copy(update=target)
+        place = {"id": settings.id, "revision": settings.revision}
+        changes["target"] = identity.target.model_copy(update=place)
     compare(identity, identity.model_copy(update=changes), where)
+
+
+def _pick(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
 
 
 def check_target(identity: Identity, found: TargetIdentity, where: str) -> None:

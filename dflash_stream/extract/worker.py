@@ -1,6 +1,8 @@
-"""The loop: choose a unit, claim it, run the target over it into a shard, and start the next while that one drains.
+"""The loop: choose a unit, claim it, run the target over it into a shard, and start the next while that one
+drains.
 
-The store decides what is done: a unit is missing until its commit record is there. Claims only keep processes apart.
+The store decides what is done: a unit is missing until its commit record is there. Claims only keep
+processes apart.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Worker:
             self._collect(wait_s=None)
 
     def finish_draining(self, timeout_s: float) -> None:
-        """On the way out: give shards that are all but done the time to be committed. Failures are only logged."""
+        """On the way out: give shards that are all but done time to be committed. Failures are logged."""
         deadline = time.monotonic() + timeout_s
         while self._draining and time.monotonic() < deadline:
             unit = self._draining[0].unit
@@ -123,7 +125,7 @@ class Worker:
     # which unit
 
     def _next_unit(self) -> int | None:
-        """Claim a missing unit; while others hold all of them, wait for a commit or a lapse. None: nothing is left."""
+        """Claim a missing unit; while others hold all of them, wait. None: nothing is missing."""
         pause_s = SHORTEST_POLL_S
         while True:
             self._collect()
@@ -188,8 +190,9 @@ class Worker:
         for sample in samples:
             if len(sample.input_ids) == 0 or sample.input_ids.min() < 0 or sample.input_ids.max() >= vocabulary:
                 raise UserError(
-                    f"{self._run.store.url}/{layout.unit_tokens(unit)}: sample {sample.key} has no tokens, or one outside "
-                    f"the target's vocabulary of {vocabulary}: it was made with another tokenizer; prepare the run anew"
+                    f"{self._run.store.url}/{layout.unit_tokens(unit)}: sample {sample.key} has no tokens, "
+                    f"or one outside the target's vocabulary of {vocabulary}: "
+                    "it was made with another tokenizer; prepare the run anew"
                 )
         return samples
 
@@ -227,14 +230,14 @@ class Worker:
                 f"{len(refused)} of the {samples} samples of unit {unit} have unusable states, more than "
                 f"extract.max_bad_fraction = {self._settings.max_bad_fraction:g} allows:\n  "
                 + "\n  ".join(refused[:10])
-                + "\nLook at target.dtype and target.attention, and at the samples (dflash-stream prepare --show); a higher "
-                "extract.max_bad_fraction leaves such samples out."
+                + "\nLook at target.dtype and target.attention, and at the samples; "
+                "a higher extract.max_bad_fraction leaves such samples out."
             )
 
     # what drains
 
     def _collect(self, wait_s: float | None = 0.0) -> None:
-        """Take note of shards that are done; raises what made one fail. Waits for the oldest at most `wait_s`."""
+        """Take note of shards that are done, after `wait_s` at most; raises what made one fail."""
         if self._draining and wait_s != 0.0:
             wait([self._draining[0].shard], timeout=wait_s)
         for drain in [drain for drain in self._draining if drain.shard.done()]:
@@ -251,7 +254,8 @@ class Worker:
             self._done.bytes += committed.record.size
             self._tell(
                 f"unit {drain.unit} committed: {drain.samples} samples, {drain.tokens:,} tokens, "
-                f"{committed.record.size / 2**20:,.1f} MiB, {time.monotonic() - drain.began:.1f} s after its last state",
+                f"{committed.record.size / 2**20:,.1f} MiB, "
+                f"{time.monotonic() - drain.began:.1f} s after its last state",
                 now=True,
             )
 
@@ -263,7 +267,8 @@ class Worker:
         summary, stats = self.summary(), self._uploader.stats
         rate = self._computed_tokens / max(summary.seconds, 1e-9)
         logger.info(
-            "%s; %s tokens/s, %d draining, %.0f MiB in flight, %.1f s blocked by the store", event, f"{rate:,.0f}",
+            "%s; %s tokens/s, %d draining, %.0f MiB in flight, %.1f s blocked by the store",
+            event, f"{rate:,.0f}",
             len(self._draining), stats.bytes_in_flight / 2**20, summary.blocked_s,
         )  # fmt: skip
         self._tracker.log(

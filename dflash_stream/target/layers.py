@@ -1,7 +1,8 @@
 """Which decoder layers are tapped, and where a model keeps them.
 
-Layer i means the output of decoder layer i, 0-based, before any final norm: `hidden_states[i + 1]` of transformers, except
-for the last layer, whose entry there is already normed. Imports neither torch nor transformers: `prepare` needs the rule alone.
+Layer i means the output of decoder layer i, 0-based, before any final norm: `hidden_states[i + 1]` of
+transformers, except for the last layer, whose entry there is already normed. Imports neither torch nor
+transformers: `prepare` needs the rule alone.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _PATHS = (
 def dflash_layers(num_layers: int, num_taps: int) -> list[int]:
     """The layers that DFlash taps by default: evenly from layer 1 to layer num_layers - 3.
 
-    id_j = round(1 + j·(num_layers - 4)/(num_taps - 1)) with Python's rounding (half to even), as in the z-lab code; one tap
-    is num_layers // 2. UserError when the target has too few layers for that many distinct taps.
+    id_j = round(1 + j·(num_layers - 4)/(num_taps - 1)) with Python's rounding (half to even), as in the
+    z-lab code; one tap is num_layers // 2. UserError when the target has too few layers for that many
+    distinct taps.
     """
     if num_taps == 1:
         return [num_layers // 2]
@@ -82,6 +84,7 @@ def find_backbone(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         if layers is not None and hasattr(layers, "__len__") and expected in (None, len(layers)):
             return owner, layers  # type: ignore[return-value]
     raise UserError(
-        f"found no decoder layers in {type(model).__name__} (expected {expected}; looked at {', '.join(_PATHS)}): "
+        f"found no decoder layers in {type(model).__name__} (expected {expected}; "
+        f"looked at {', '.join(_PATHS)}): "
         "this model family is not supported"
     )

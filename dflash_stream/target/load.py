@@ -1,8 +1,8 @@
 """Loads a target model and puts it to its two uses: tapping its layers, and greedy generation.
 
-One process, one device. Families that run exactly the layers they have are loaded without what lies after the last
-tap; every other one is loaded whole, and its forward pass ended after the last tap. The lm_head is never computed for
-states.
+One process, one device. Families that run exactly the layers they have are loaded without what lies after
+the last tap; every other one is loaded whole, and its forward pass ended after the last tap. The lm_head is
+never computed for states.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ from dflash_stream.target.identity import read_config
 from dflash_stream.target.layers import check_layers, find_backbone
 from dflash_stream.target.taps import PendingStates, Tapper, Tokens, pad
 
-# Families whose first layers compute the same when the later ones are absent (Gemma 4, for one, shares keys and values
-# from the end backwards), by the model_type of their text config.
+# Families whose first layers compute the same when the later ones are absent (Gemma 4, for one, shares keys
+# and values from the end backwards), by the model_type of their text config.
 _SLICEABLE = frozenset(
-    "llama mistral qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text gemma2 gemma3_text glm4 glm4_moe".split()
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+    ]
 )
 
 
 class Target:
     """A loaded target model on one device.
 
-    model: the transformers model (its layers cut short unless `whole`); backbone: embedding, decoder layers and norm;
-    layers: the decoder layers; taps: the tapped ids; eos: the token ids that end a text.
+    model: the transformers model (its layers cut short unless `whole`); backbone: embedding, decoder layers
+    and norm; layers: the decoder layers; taps: the tapped ids; eos: the token ids that end a text.
     """
 
     def __init__(
@@ -49,7 +62,7 @@ class Target:
         self._tapper = Tapper(self.backbone, self.layers, taps, final_state, device)
 
     def submit(self, batch: Sequence[Tokens]) -> PendingStates:
-        """Start the forward pass of a batch of token sequences; `.wait()` gives their States in the same order."""
+        """Start the forward pass of a batch of token sequences; `.wait()` gives their States in order."""
         return self._tapper.submit(batch)
 
     def states(self, batch: Sequence[Tokens]) -> list[Tensor]:
@@ -58,7 +71,8 @@ class Target:
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[list[int]]:
-        """The greedy continuation of each prompt, up to and with its end token; at most `max_new_tokens` tokens.
+        """The greedy continuation of each prompt, up to and with its end token; at most `max_new_tokens`
+        tokens.
 
         Prompts are padded on the left: a recurrent state would take padding on the right for text.
         """
@@ -86,8 +100,9 @@ def load_target(
 ) -> Target:
     """Load the target for tapping `layers`.
 
-    whole: all layers and lm_head, as generation needs them. final_state: also tap the last layer's output before the
-    final norm, which takes all layers. UserError when the checkpoint cannot be read, lacks weights, or does not fit.
+    whole: all layers and lm_head, as generation needs them. final_state: also tap the last layer's output
+    before the final norm, which takes all layers. UserError when the checkpoint cannot be read, lacks
+    weights, or does not fit.
     """
     device = torch.device(device)
     config = read_config(settings)
@@ -129,8 +144,8 @@ def _from_pretrained(settings: TargetSettings, config: Any, device: torch.device
             )
     except torch.OutOfMemoryError:
         raise UserError(
-            f"target.id {settings.id} does not fit on {device} in {settings.dtype}: each process holds the whole target, "
-            "so use a device with more memory, and one process a device"
+            f"target.id {settings.id} does not fit on {device} in {settings.dtype}: each process holds "
+            "the whole target, so use a device with more memory, and one process a device"
         ) from None
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot load target.id {settings.id}: {error}") from None

@@ -1,7 +1,9 @@
-"""Reads the outputs of decoder layers during a forward pass, and ends the pass after the last one that is wanted.
+"""Reads the outputs of decoder layers during a forward pass, and ends the pass after the last one that is
+wanted.
 
-Samples are padded on the right under an attention mask, never packed: the state of linear-attention layers runs on
-across packed samples. The states leave the device on a stream of their own while the next batch computes.
+Samples are padded on the right under an attention mask, never packed: the state of linear-attention layers
+runs on across packed samples. The states leave the device on a stream of their own while the next batch
+computes.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ def tapped(
 ) -> Iterator[None]:
     """Within the context, `receive(place, output)` gets the output [B, S, H] of each decoder layer in `ids`.
 
-    `ids` ascend, `place` is the position in them. With `stop`, the forward pass ends after the last one; the
-    context swallows that, so what follows the call to the model is not reached: let the call be the last statement.
+    `ids` ascend, `place` is the position in them. With `stop`, the forward pass ends after the last one;
+    the context swallows that, so what follows the call to the model is not reached: let the call be the
+    last statement.
     """
 
     def hook(place: int) -> Callable[..., None]:
@@ -74,7 +77,7 @@ class PendingStates:
         self._ids, self._final, self._copied = ids, final, copied
 
     def wait(self) -> list[States]:
-        """The states of each sample, in the order of the batch. Views of one host buffer: copy what is kept long."""
+        """The states of each sample, in the order of the batch: views of one host buffer."""
         if self._copied is not None:
             self._copied.synchronize()
         count = len(self._ids) - self._final
@@ -100,7 +103,7 @@ class PendingStates:
 
 
 def pad(batch: Sequence[Tokens], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask (1 = token), [B, S] int64 each, padded with token 0 on the right, or on the left."""
+    """input_ids and attention_mask (1 = token), [B, S] int64 each, padded on the right or on the left."""
     width = max(len(tokens) for tokens in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -112,7 +115,7 @@ def pad(batch: Sequence[Tokens], device: torch.device, *, left: bool = False) ->
 
 
 class Tapper:
-    """Taps one model: `ids` are the decoder layers, then, with `final`, the last layer for its output before the norm."""
+    """Taps one model: the decoder layers `ids` and, with `final`, the last layer's output before the norm."""
 
     def __init__(
         self, backbone: nn.Module, layers: nn.ModuleList, ids: list[int], final: bool, device: torch.device
@@ -131,12 +134,13 @@ class Tapper:
 
         def receive(place: int, output: Tensor) -> None:
             if not states:
-                batch_size, length, width = output.shape
-                states.append(
-                    torch.empty(
-                        batch_size, length, len(self._ids), width, dtype=torch.bfloat16, device=self._device
+                if output.shape[:2] != ids.shape:
+                    raise UserError(
+                        f"the target gave states of shape {list(output.shape)} for {list(ids.shape)} tokens: "
+                        "a model that shortens or extends its input cannot be tapped"
                     )
-                )
+                shape = (*ids.shape, len(self._ids), output.shape[2])
+                states.append(torch.empty(shape, dtype=torch.bfloat16, device=self._device))
             kept = states[0][:, :, place]
             kept.copy_(output)
             flags[0, :, place] = (kept.isfinite() | ~valid).all(dim=(1, 2))
@@ -151,7 +155,7 @@ class Tapper:
         )
 
     def _to_host(self, states: Tensor, flags: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Copy to the host: in place on CPU; on CUDA to pinned memory, on the side stream, with an event at its end."""
+        """The same on the host. On CUDA: pinned memory, copied on the side stream, and an event at its end."""
         if self._side is None:
             return states, flags, None
         host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)

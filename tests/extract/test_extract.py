@@ -1,4 +1,4 @@
-"""Extraction of a whole run in this process: what lands in the store, and what happens when something is wrong."""
+"""Extraction of a whole run in this process: what lands in the store, and what if something is wrong."""
 
 from __future__ import annotations
 
@@ -92,7 +92,12 @@ def test_training_units_come_before_the_held_out_ones(
     run = publish_at(f"file://{tmp_path}/run", tiny_llama, units=12, validation_units=3)
     taken: list[int] = []
     take = Claims.take
-    monkeypatch.setattr(Claims, "take", lambda self, unit: taken.append(unit) or take(self, unit))
+
+    def noted(self: Claims, unit: int) -> bool:
+        taken.append(unit)
+        return take(self, unit)
+
+    monkeypatch.setattr(Claims, "take", noted)
     extract(config_for(run.store.url))
     assert set(taken[:3]) == {0, 1, 2}
     assert len(taken) == 12
@@ -232,7 +237,12 @@ def test_a_living_process_is_not_waited_for(tiny_llama: Path, tmp_path: Path) ->
     run.store.delete([layout.record(3)])
     with Claims(run.store, 5.0) as living:
         living.take(3)
-        timer = threading.Timer(1.0, lambda: (run.store.put(layout.record(3), body), living.release(3)))
+
+        def commit() -> None:
+            run.store.put(layout.record(3), body)
+            living.release(3)
+
+        timer = threading.Timer(1.0, commit)
         timer.start()
         assert extract(config_for(run.store.url, claim_ttl_s=5.0)).shards == 0
         timer.join()
@@ -244,12 +254,8 @@ def test_a_failing_store_is_noticed_at_the_end(tiny_llama: Path, tmp_path: Path,
     complete, failing = LocalStore.put, threading.Event()
 
     def put(self: LocalStore, key: str, body: bytes, **options: Any) -> str:
-        if (
-            key.startswith(layout.SHARDS)
-            and "shard-000005" in key
-            or failing.is_set()
-            and key.startswith(layout.INDEX)
-        ):
+        broken = key.startswith(layout.SHARDS) and "shard-000005" in key
+        if broken or (failing.is_set() and key.startswith(layout.INDEX)):
             failing.set()
             raise StoreError("the disk is full")
         return complete(self, key, body, **options)
@@ -296,11 +302,12 @@ def test_an_interrupt_leaves_parts_in_the_store(tiny_llama: Path, s3_url: str, m
     """Shards of 7 MiB go up in parts of 5 MiB; the signal comes when an upload is open."""
     run = publish_at(s3_url, tiny_llama, units=2, samples_per_unit=180, lengths=(190, 240), new_tokens=0)
     seen: list[bool] = []
-    interrupt_when(
-        monkeypatch,
-        signal.SIGTERM,
-        lambda: bool(seen.append(bool(list(run.store.list_uploads("")))) or seen[-1]),
-    )
+
+    def upload_is_open() -> bool:
+        seen.append(bool(list(run.store.list_uploads(""))))
+        return seen[-1]
+
+    interrupt_when(monkeypatch, signal.SIGTERM, upload_is_open)
     config = config_for(s3_url, tokens_per_batch=1024)
     config = config.model_copy(update={"store": config.store.model_copy(update={"part_bytes": 5 << 20})})
     with pytest.raises(Interrupted):

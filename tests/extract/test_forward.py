@@ -30,7 +30,7 @@ def texts(count: int, seed: int = 0) -> list[np.ndarray[Any, Any]]:
 def limit_memory(
     target: Target, name: str, tokens: int, error: type[Exception] = torch.OutOfMemoryError
 ) -> list[int]:
-    """Make a method of the target run out of memory above so many padded tokens; returns the sizes that were run."""
+    """Make a method of the target run out of memory above so many padded tokens; returns what was run."""
     whole = getattr(target, name)
     sizes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Extraction by several processes under accelerate, killed and started again; and what a process writes on its disk."""
+"""Extraction by several processes under accelerate, killed and started again; and what goes to disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from dflash_stream import layout
 from dflash_stream.run import Run
@@ -133,7 +131,8 @@ sys.addaudithook(hook)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 from dflash_stream.config import build
 from dflash_stream.extract import extract
-summary = extract(build({{"store": {{"url": {url!r}, "part_bytes": 5 << 20, "pool_bytes": 10 << 20}}, "tracking": {{"wandb": False}}}}))
+store = {{"url": {url!r}, "part_bytes": 5 << 20, "pool_bytes": 10 << 20}}
+summary = extract(build({{"store": store, "tracking": {{"wandb": False}}}}))
 sys.stdout.write(json.dumps({{"shards": summary.shards, "bytes": summary.bytes, "opened": opened}}))
 """
 
@@ -162,7 +161,8 @@ def test_hidden_states_touch_a_local_file(
 
 
 def test_the_limit_of_the_test_above_limits_nothing(tmp_path: Path) -> None:
-    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({SMALL_BYTES},) * 2); open('f', 'wb').write(bytes(99999))"
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({SMALL_BYTES},) * 2)"
+    program = f"{limit}; open('f', 'wb').write(bytes(99999))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, timeout=30, check=False
     )

@@ -40,6 +40,7 @@ OTHERS = [
     ("prepare__unit_bytes", 1 << 30, "unit_bytes", str(1 << 30)),
     ("prepare__max_tokens", 99, "text.max_tokens", "99"),
     ("prepare__num_taps", 2, "layers", r"\[1, 5\]"),
+    ("prepare__validation_new_tokens", 999, "validation.new_tokens", "999"),
 ]
 
 

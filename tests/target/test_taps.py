@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def settings(path: Path, dtype: Any = "float32") -> TargetSettings:
-    attention = "eager" if "gpt_oss" in str(path) else "sdpa"
+    attention: Any = "eager" if "gpt_oss" in str(path) else "sdpa"
     return TargetSettings(id=str(path), dtype=dtype, attention=attention)
 
 
@@ -115,7 +115,7 @@ def test_last_layer_cannot_be_tapped(tiny: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_depend_on_the_composition_of_the_batch(family: str, tiny: Callable[[str], Path]) -> None:
-    """Tolerance in fp32: one step of bfloat16 (2**-7 of the value) where rounding tips over, 1e-4 of the largest value."""
+    """Tolerance in fp32: a step of bfloat16 (2**-7 of the value) where rounding tips, 1e-4 of the largest."""
     target = load(tiny(family))
     batch = texts(17, 1, 30, 9, 2, seed=3)
     alone = [target.states([tokens])[0] for tokens in batch]
@@ -145,7 +145,7 @@ def test_constant_states_go_unnoticed(tiny: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_differs_from_generating_alone(family: str, tiny: Callable[[str], Path]) -> None:
-    """A batch of prompts of different lengths continues as each does alone, token for token, hybrids included."""
+    """A batch of prompts of different lengths continues as each does alone, token for token."""
     target = load(tiny(family), whole=True)
     prompts = texts(13, 2, 7, 20, seed=5)
     together = target.greedy(prompts, 12)
@@ -160,7 +160,7 @@ def test_greedy_differs_from_generating_alone(family: str, tiny: Callable[[str],
 
 
 def test_greedy_obeys_the_checkpoints_sampling(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """A generation config with sampling and a repetition penalty leaves the argmax as it is; its end tokens count."""
+    """Sampling and penalties of a generation config leave the argmax as it is; its end tokens count."""
     plain = load(tiny("llama"), whole=True)
     (prompt,) = texts(6, seed=8)
     (made,) = plain.greedy([prompt], 10)
