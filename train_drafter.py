@@ -12,7 +12,7 @@ from dflash_stream import config, entry
 def main() -> int:
     settings, _ = config.load(
         program="train_drafter.py",
-        about="Train a DFlash drafter on the hidden states of a run, and keep its checkpoints in the run's store.",
+        about="Train a DFlash drafter on the states of a run, and keep its checkpoints in the run's store.",
         sections=("store", "drafter", "train", "stream", "tracking"),
     )
     from train.trainer import train  # torch only now: --help and a mistyped setting answer at once

@@ -14,8 +14,8 @@ _POLL_S = 0.1
 def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
     """The same items in the same order; up to `depth` of them are made and wait, while one more is being made.
 
-    What making an item raises is raised here, in its place. Closing the generator ends the thread after the item that it
-    is making; a thread that does not get that far is a daemon, and no exit waits for it.
+    What making an item raises is raised here, in its place. Closing the generator ends the thread after the
+    item that it is making; a thread that does not get that far is a daemon, and no exit waits for it.
     """
     made: queue.Queue[tuple[T | None, BaseException | None, bool]] = queue.Queue(depth)
     closed = threading.Event()

@@ -1,13 +1,14 @@
-"""Checkpoints of a drafter in the store: who may publish them, how they are written, and how they are read back.
+"""Checkpoints of a drafter in the store: who may publish them, how they are written, and how they are read
+back.
 
-Everything of a drafter lies under drafters/NAME/. `owner` is its commit record: a small object that names the trainer in
-charge (generation and token) and the checkpoints that exist, newest last. A checkpoint is published by an If-Match put of
-`owner`, after all its objects are complete. So a checkpoint exists whole or not at all, and a trainer that was replaced
-by a newer one can publish nothing: it does not hold the etag any more.
+Everything of a drafter lies under drafters/NAME/. `owner` is its commit record: a small object that names the
+trainer in charge (generation and token) and the checkpoints that exist, newest last. A checkpoint is published
+by an If-Match put of `owner`, after all its objects are complete. So a checkpoint exists whole or not at all,
+and a trainer that was replaced by a newer one can publish nothing: it does not hold the etag any more.
 
-A checkpoint is model.safetensors (published tensor names, fp32), optimizer.safetensors (AdamW's moments) and state.json
-(step, position in the data, settings). The owner's record holds the size and CRC32C of each. Neither pickle nor a local
-file is involved.
+A checkpoint is model.safetensors (published tensor names, fp32), optimizer.safetensors (AdamW's moments) and
+state.json (step, position in the data, settings). The owner's record holds the size and CRC32C of each. Neither
+pickle nor a local file is involved.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class LostOwnership(UserError):  # noqa: N818
 
 
 def read_owner(store: Store, name: str) -> tuple[OwnerRecord, str] | None:
-    """The owner's record and its etag; None when no trainer has ever started. UserError when it cannot be read."""
+    """The owner's record and its etag; None when no trainer has ever started. UserError when it cannot be
+    read."""
     key = layout.owner(name)
     try:
         body, etag = store.get(key)
@@ -113,7 +115,8 @@ def newest_checkpoint(store: Store, name: str) -> CheckpointRecord:
     found = read_owner(store, name)
     if found is None or found[0].newest is None:
         raise UserError(
-            f"{store.url}/{layout.drafter(name)} has no checkpoint yet: train it first, or name another --train.name"
+            f"{store.url}/{layout.drafter(name)} has no checkpoint yet: "
+            "train it first, or name another --train.name"
         )
     return found[0].newest
 
@@ -138,8 +141,8 @@ class Ownership:
     def inspect(self) -> OwnerRecord | None:
         """What is published, after a check that this training is its continuation. Takes nothing.
 
-        Raises UserError naming each setting that differs, both values, and what to do. A drafter without a checkpoint
-        may be started anew with other settings.
+        Raises UserError naming each setting that differs, both values, and what to do. A drafter without a
+        checkpoint may be started anew with other settings.
         """
         found = read_owner(self.store, self.name)
         if found is None:
@@ -156,24 +159,25 @@ class Ownership:
                 f"{where} was trained on another run (fingerprint {record.fingerprint[:12]}, this run has "
                 f"{self._fingerprint[:12]}): choose another --train.name"
             )
-        names = sorted(record.settings.keys() | self._settings.keys())
+        theirs, ours = record.settings, self._settings
         lines = [
-            f"  {name}: the checkpoint has {record.settings.get(name)!r}, these settings give {self._settings.get(name)!r}"
-            for name in names
-            if record.settings.get(name) != self._settings.get(name)
+            f"  {name}: the checkpoint has {theirs.get(name)!r}, these settings give {ours.get(name)!r}"
+            for name in sorted(theirs.keys() | ours.keys())
+            if theirs.get(name) != ours.get(name)
         ]
         if lines:
             raise UserError(
                 f"{where} was trained with other settings, which cannot change on the way:\n"
                 + "\n".join(lines)
-                + f"\nUse those of its checkpoint of step {record.checkpoints[-1].step}, or another --train.name."
+                + f"\nUse those of its checkpoint (step {record.checkpoints[-1].step}), or another --train.name"
             )
 
     def take(self) -> OwnerRecord:
-        """Become the owner, and delete what trainers before left unpublished. Raises UserError as `inspect` does.
+        """Become the owner, and delete what trainers before left unpublished. Raises UserError as `inspect`
+        does.
 
-        What is deleted was listed before the record was read, and is not named in it: its writer does not hold the
-        record's etag any more once this put has succeeded, so nobody can ever publish it.
+        What is deleted was listed before the record was read, and is not named in it: its writer does not hold
+        the record's etag any more once this put has succeeded, so nobody can ever publish it.
         """
         checkpoints = layout.checkpoints(self.name)
         objects = [info.key for info in self.store.list(checkpoints)]
@@ -208,9 +212,11 @@ class Ownership:
         return self.store.put(key, body, if_none_match=if_match is None, if_match=if_match)
 
     def publish(self, checkpoint: CheckpointRecord, keep: int) -> None:
-        """Name a complete checkpoint in the owner's record, keep the newest `keep`, and delete the older ones' objects.
+        """Name a complete checkpoint in the owner's record, keep the newest `keep`, and delete the older ones'
+        objects.
 
-        Raises LostOwnership when another trainer has taken over; then only this checkpoint's own objects are deleted.
+        Raises LostOwnership when another trainer has taken over; then only this checkpoint's own objects are
+        deleted.
         """
         before = self.record
         self._record = before.model_copy(update={"checkpoints": [*before.checkpoints, checkpoint][-keep:]})
@@ -228,9 +234,9 @@ class Ownership:
         if found and found[0].token != self.token:
             self.store.delete(checkpoint.keys)
         return LostOwnership(
-            f"{self.store.url}/{layout.drafter(self.name)} was taken over by another trainer (it belongs to {now}, this one "
-            f"is generation {self.record.generation}). This one stops: its checkpoint of step {checkpoint.step} is not "
-            "published, and nothing of the other one is touched."
+            f"{self.store.url}/{layout.drafter(self.name)} was taken over by another trainer (it belongs "
+            f"to {now}, this one is generation {self.record.generation}). This one stops: its checkpoint of "
+            f"step {checkpoint.step} is not published, and nothing of the other one is touched."
         )
 
 
@@ -273,7 +279,8 @@ class Publisher:
         threading.Thread(target=self._run, args=(snapshot, running), name="checkpoint", daemon=True).start()
 
     def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is under way, whatever came of it, `timeout_s` at most. Once closed, wait for nothing."""
+        """Wait until nothing is under way, whatever came of it, `timeout_s` at most. Once closed, wait for
+        nothing."""
         if self._running is not None and not self._closed.is_set():
             wait([self._running], timeout_s)
 
@@ -283,13 +290,15 @@ class Publisher:
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the publication that is under way, and raise what it failed with; TimeoutError after `timeout_s`."""
+        """Wait for the publication that is under way, and raise what it failed with; TimeoutError after
+        `timeout_s`."""
         if self._running is not None:
             self._running.result(timeout_s)
             self._running = None
 
     def close(self, *, timeout_s: float) -> list[str]:
-        """Abort a publication that is under way, within `timeout_s`: what the owner's record does not name does not exist.
+        """Abort a publication that is under way, within `timeout_s`: what the owner's record does not name does
+        not exist.
 
         Returns the keys of uploads that could not be aborted.
         """
@@ -348,7 +357,7 @@ def read_state(store: Store, checkpoint: CheckpointRecord) -> TrainState:
         raise UserError(f"{where} is missing: the checkpoint was deleted or damaged from outside") from None
     expected = checkpoint.files[STATE]
     if len(body) != expected.size or crc32c(body) != expected.crc32c:
-        raise UserError(f"{where} is damaged: its size or CRC32C is not what {layout.DRAFTERS}…/owner records")
+        raise UserError(f"{where} is damaged: its size or CRC32C is not what the owner records")
     try:
         return TrainState.model_validate_json(body)
     except ValidationError as error:
@@ -371,7 +380,8 @@ def load_tensors(
             if destination is None or destination.shape != tensor.shape:
                 mine = "none" if destination is None else list(destination.shape)
                 raise UserError(
-                    f"{store.url}/{key} holds {name} {list(tensor.shape)}, the drafter of these settings has {mine}: "
+                    f"{store.url}/{key} holds {name} {list(tensor.shape)}, "
+                    f"the drafter of these settings has {mine}: "
                     "use the settings that it was trained with"
                 )
             destination.copy_(tensor)

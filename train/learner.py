@@ -1,7 +1,8 @@
 """From samples to sums: what a drafter makes of a micro-batch, in training and in validation alike.
 
-Anchors are chosen, blocks collated, embedded with the frozen table of the target, taken through the drafter and through
-the frozen lm_head. Weights are fp32; with `bf16` the matmuls run under autocast, and the frozen tables are held in bf16.
+Anchors are chosen, blocks collated, embedded with the frozen table of the target, taken through the drafter and
+through the frozen lm_head. Weights are fp32; with `bf16` the matmuls run under autocast, and the frozen tables
+are held in bf16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def compute_dtype(settings: TrainSettings) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Learner:
-    """A drafter with all that it needs to be measured on samples. `head` is on the device, in the compute dtype."""
+    """A drafter with all that it needs to be measured on samples. `head` is on the device, in the compute
+    dtype."""
 
     drafter: Drafter
     head: Head

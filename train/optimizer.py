@@ -1,9 +1,9 @@
 """One optimizer step over a global batch: the schedule, the flat gradient with its sums, clipping and AdamW.
 
-A global batch is cut into micro-batches on several ranks, and the cut must not matter. So nothing is averaged: each
-micro-batch adds the gradient of its weighted loss *sum* to one flat fp32 buffer, and the sums that belong to it (weights,
-losses, counts, who wants to stop) to the tail of the same buffer. One all-reduce of that buffer ends the step; then the
-gradient is divided by the weight of the whole batch.
+A global batch is cut into micro-batches on several ranks, and the cut must not matter. So nothing is averaged:
+each micro-batch adds the gradient of its weighted loss *sum* to one flat fp32 buffer, and the sums that belong
+to it (weights, losses, counts, who wants to stop) to the tail of the same buffer. One all-reduce of that buffer
+ends the step; then the gradient is divided by the weight of the whole batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SCALARS = ("weight", "loss", "prefix", "blocks", "samples", "tokens", "wait_s", 
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """The rate of step `step` (from 0): linear warm-up to the peak, then a cosine down to min_lr_ratio of it."""
+    """The rate of step `step` (from 0): linear warm-up to the peak, then a cosine down to min_lr_ratio of
+    it."""
     warmup_steps = round(settings.warmup_fraction * total_steps)
     if step < warmup_steps:
         return settings.lr * (step + 1) / warmup_steps
@@ -64,7 +65,8 @@ class Sums:
         return self.loss / self.weight if self.weight else 0.0
 
     def figures(self) -> dict[str, float]:
-        """Loss, agreement length (1 + leading correct slots, mean over blocks) and accuracy of each slot, for a log."""
+        """Loss, agreement length (1 + leading correct slots, mean over blocks) and accuracy of each slot, for a
+        log."""
         accuracy = {
             f"accuracy/slot_{slot}": correct / count
             for slot, (correct, count) in enumerate(zip(self.correct, self.count, strict=True), start=1)
@@ -75,7 +77,8 @@ class Sums:
 
 
 class SumsBuffer:
-    """The sums of a step or a validation on the device: one fp32 vector, in the order of SCALARS, correct, count."""
+    """The sums of a step or a validation on the device: one fp32 vector, in the order of SCALARS, correct,
+    count."""
 
     def __init__(self, block_size: int, device: torch.device, values: torch.Tensor | None = None) -> None:
         self._slots = block_size - 1
@@ -109,7 +112,8 @@ class SumsBuffer:
 class Accumulator:
     """The flat fp32 buffer of a step: the gradient of every parameter, then the sums.
 
-    Each parameter's `.grad` is a view into it, so that backward passes accumulate in place and nothing is packed.
+    Each parameter's `.grad` is a view into it, so that backward passes accumulate in place and nothing is
+    packed.
     """
 
     def __init__(self, parameters: list[nn.Parameter], block_size: int) -> None:
@@ -149,7 +153,8 @@ class Optimizer:
         self._prepare_state()
 
     def _prepare_state(self) -> None:
-        """Create what AdamW would create at its first step, so that a checkpoint has the same tensors at any step."""
+        """Create what AdamW would create at its first step, so that a checkpoint has the same tensors at any
+        step."""
         for parameter in self.named.values():
             self._adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -160,8 +165,8 @@ class Optimizer:
     def step(self, gradient: torch.Tensor, weight: float, rate: float) -> float:
         """Divide the summed gradient by the batch's weight, clip, step. Returns the norm before clipping.
 
-        gradient: the flat buffer that every `.grad` is a view of. A batch without weight, or with a gradient that is
-        not finite, changes nothing: the caller sees the norm.
+        gradient: the flat buffer that every `.grad` is a view of. A batch without weight, or with a gradient
+        that is not finite, changes nothing: the caller sees the norm.
         """
         if not weight:
             return 0.0
@@ -176,7 +181,8 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state as named tensors: `exp_avg.NAME` and `exp_avg_sq.NAME`, live, in order of the parameters."""
+        """The state as named tensors: `exp_avg.NAME` and `exp_avg_sq.NAME`, live, in order of the
+        parameters."""
         return {
             f"{moment}.{name}": self._adamw.state[parameter][moment]
             for moment in ("exp_avg", "exp_avg_sq")

@@ -1,6 +1,8 @@
-"""What a training is before it begins: the drafter, the number of steps, and the settings that may not change on the way.
+"""What a training is before it begins: the drafter, the number of steps, and the settings that may not change
+on the way.
 
-All of it follows from run.json, the sample table and the settings, before a byte of data is read and on every rank alike.
+All of it follows from run.json, the sample table and the settings, before a byte of data is read and on every
+rank alike.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Plan:
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
-        """Dotted name → value of all that may not change while the drafter trains. The rest may: it only changes speed,
-        or what the remaining steps do."""
+        """Dotted name → value of all that may not change while the drafter trains. The rest may: it only
+        changes speed, or what the remaining steps do."""
         fixed = {f"train.{name}": getattr(self.config.train, name) for name in FIXED}
         fixed["stream.block_bytes"] = self.config.stream.block_bytes
         return fixed | {

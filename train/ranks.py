@@ -1,7 +1,7 @@
 """The processes that train together: who this one is, on which device, and the three things they do in common.
 
-One process is a group of one and never touches torch.distributed. The group itself is formed by accelerate, so that
-`accelerate launch` and its config files work; without a GPU it runs over gloo.
+One process is a group of one and never touches torch.distributed. The group itself is formed by accelerate, so
+that `accelerate launch` and its config files work; without a GPU it runs over gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Ranks:
             dist.broadcast(tensor, src=0)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank. A UserError there is raised everywhere: nobody waits in vain."""
+        """What `make` returns on rank 0, on every rank. A UserError there is raised everywhere: nobody waits in
+        vain."""
         if self.world == 1:
             return make()
         outcome: list[tuple[T | None, str | None]] = [(None, None)]
@@ -75,7 +76,8 @@ class Ranks:
 def join(*, patience_s: float) -> Ranks:
     """Form the group that the launcher describes in the environment.
 
-    patience_s: longest time that one rank may wait for another, for instance for one whose store does not answer.
+    patience_s: longest time that one rank may wait for another, for instance for one whose store does not
+    answer.
     """
     on_gpu = torch.cuda.is_available()
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=patience_s))
@@ -100,10 +102,11 @@ def join(*, patience_s: float) -> Ranks:
 
 
 def cpu_threads(given: str, *, launched: bool, cores: int, local_world: int) -> int:
-    """Threads of one process that computes on the CPU: its share of the cores, unless OMP_NUM_THREADS says otherwise.
+    """Threads of one process that computes on the CPU: its share of the cores, unless OMP_NUM_THREADS says
+    otherwise.
 
-    given: OMP_NUM_THREADS, or "". accelerate and torchrun set it to 1 when the user has not: when `launched`, 1 means
-    unset.
+    given: OMP_NUM_THREADS, or "". accelerate and torchrun set it to 1 when the user has not: when `launched`, 1
+    means unset.
     """
     if given.isdigit() and int(given) > (1 if launched else 0):
         return int(given)

@@ -1,7 +1,8 @@
 """Being asked to stop: SIGTERM and SIGINT become a note that the training loop acts on at the end of a step.
 
 A launcher often passes a signal on that the process has had already from the terminal, so a repetition within
-IMPATIENT_S says nothing new; a later one ends the process at once. A launcher that dies without a word counts as SIGTERM.
+IMPATIENT_S says nothing new; a later one ends the process at once. A launcher that dies without a word counts
+as SIGTERM.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class StopSignals:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies (Linux): `kill` on a launcher must not leave its ranks behind."""
+    """Have the kernel send SIGTERM when the launcher dies (Linux): `kill` on a launcher must not leave its
+    ranks behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

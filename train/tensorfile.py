@@ -1,8 +1,9 @@
-"""A safetensors object, written to a store and read back as a stream: never a file, never the whole of it in memory.
+"""A safetensors object, written to a store and read back as a stream: never a file, never the whole of it in
+memory.
 
-Layout (safetensors): 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
-tensors one after another. What is known of a written object, its size and CRC32C, is kept elsewhere by the caller and
-checked on reading.
+Layout (safetensors): 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+then the tensors one after another. What is known of a written object, its size and CRC32C, is kept elsewhere by
+the caller and checked on reading.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def build_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def parse_header(text: bytes, size_bytes: int, where: str) -> list[Entry]:
-    """The JSON header of an object of `size_bytes` as entries by offset; UserError unless they fill it exactly."""
+    """The JSON header of an object of `size_bytes` as entries by offset; UserError unless they fill it
+    exactly."""
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -108,7 +110,8 @@ def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def write(upload: ObjectUpload, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write contiguous host tensors into an open upload and return the CRC32C of the whole. The caller finishes it."""
+    """Write contiguous host tensors into an open upload and return the CRC32C of the whole. The caller finishes
+    it."""
     header = build_header(tensors)
     upload.write(header)
     checksum = crc32c(header)
@@ -123,8 +126,9 @@ def write(upload: ObjectUpload, tensors: Mapping[str, torch.Tensor]) -> int:
 def read(store: Store, key: str, size_bytes: int, checksum: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an object one after another, on the host.
 
-    Ranges of a tensor are read by several threads straight into it. After the last one the CRC32C of every byte is
-    compared, so a caller that stops early has checked nothing. UserError names an object that is missing or damaged.
+    Ranges of a tensor are read by several threads straight into it. After the last one the CRC32C of every byte
+    is compared, so a caller that stops early has checked nothing. UserError names an object that is missing or
+    damaged.
     """
     where = f"{store.url}/{key}"
     try:

@@ -1,9 +1,10 @@
 """Training of a drafter, from a prepared and extracted run to checkpoints in the same store.
 
-`train` is the whole of it: find out where this training stands, set up, go through the steps, end. The gradient of a step
-is that of one global batch, however many ranks share it and in how many micro-batches (`optimizer`). The samples come
-from `stream` in an order that the settings alone define; checkpoints go out through `checkpoint` while the next steps run.
-Nothing but the store holds state: any machine, any number of ranks can continue.
+`train` is the whole of it: find out where this training stands, set up, go through the steps, end. The gradient
+of a step is that of one global batch, however many ranks share it and in how many micro-batches (`optimizer`).
+The samples come from `stream` in an order that the settings alone define; checkpoints go out through
+`checkpoint` while the next steps run. Nothing but the store holds state: any machine, any number of ranks can
+continue.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from train.learner import Learner, compute_dtype
 from train.optimizer import Accumulator, Optimizer, Sums, learning_rate
 from train.plan import Plan, make_plan
 from train.ranks import Ranks, join
+from train.report import TrainSummary, Window
 from train.signals import StopSignals
 from train.validate import validate
 
@@ -53,40 +55,12 @@ PATIENCE_S = 600.0  # how much longer than a store's deadline one rank waits for
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """What a training came to. Speeds are those of this process's start, over all ranks; losses those of the drafter.
-
-    acceptance: mean acceptance length over the target's own text of held-out samples, as last measured
-    checkpoint: key prefix of the newest published checkpoint
-    stopped_by: number of the signal that ended it before its last step
-    """
-
-    steps: int
-    total_steps: int
-    first_loss: float
-    last_loss: float
-    tokens: int
-    tokens_per_s: float
-    seconds: float
-    acceptance: float | None
-    checkpoint: str | None
-    stopped_by: int | None = None
-
-    def to_text(self) -> str:
-        """A few words for a terminal."""
-        loss = f"loss {self.first_loss:.3f} → {self.last_loss:.3f}"
-        gain = f", acceptance length {self.acceptance:.3f}" if self.acceptance is not None else ""
-        where = f", checkpoint {self.checkpoint}" if self.checkpoint else ""
-        return f"step {self.steps:,} of {self.total_steps:,}: {loss}{gain}{where}"
-
-
 def train(config: Config) -> TrainSummary:
     """Train to the last step, or until a signal. Every rank calls it; only rank 0 publishes and reports.
 
-    Raises UserError for anything that the user can mend: units that are not extracted, settings that differ from those
-    of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a loss that is not
-    finite.
+    Raises UserError for anything that the user can mend: units that are not extracted, settings that differ
+    from those of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a
+    loss that is not finite.
     """
     with StopSignals() as signals:
         ranks = join(patience_s=config.store.deadline_s + PATIENCE_S)
@@ -98,9 +72,8 @@ def train(config: Config) -> TrainSummary:
             published = ranks.from_first(ownership.inspect)
             newest = published.newest if published else None
             if newest is not None and newest.step >= plan.total_steps:
-                summary = finished_summary(
-                    ranks.from_first(lambda: checkpoint.read_state(store, newest)), newest
-                )
+                state = ranks.from_first(lambda: checkpoint.read_state(store, newest))
+                summary = TrainSummary.of(state, newest)
                 tell(ranks, f"already trained: {summary.to_text()}")
                 return summary
             ranks.from_first(store.check)
@@ -117,36 +90,6 @@ def tell(ranks: Ranks, text: str) -> None:
     """Say something to the user, once."""
     if ranks.first:
         log.info("%s", text)
-
-
-def finished_summary(state: TrainState, newest: CheckpointRecord) -> TrainSummary:
-    """The summary of a training that was complete before this start."""
-    return TrainSummary(
-        steps=state.step, total_steps=state.total_steps, first_loss=state.first_loss, last_loss=state.last_loss,
-        tokens=state.tokens, tokens_per_s=0.0, seconds=0.0, acceptance=state.acceptance, checkpoint=newest.prefix,
-    )  # fmt: skip
-
-
-class Window:
-    """What the log says of the steps since it last said something."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._sums: list[Sums] = []
-
-    def add(self, sums: Sums, seconds: float) -> None:
-        """Take a step in, with the time that it took: validation and checkpoints do not count as training."""
-        self._sums.append(sums)
-        self.seconds += seconds
-
-    def figures(self, world: int) -> dict[str, float]:
-        """Loss and accuracies over the window, speeds over all ranks, and the share of time the ranks waited for data."""
-        total = Sums.total(self._sums)
-        return total.figures() | {
-            "tokens_per_s": total.tokens / self.seconds,
-            "samples_per_s": total.samples / self.seconds,
-            "data_wait_share": total.wait_s / self.seconds / world,
-        }
 
 
 @dataclass(frozen=True)
@@ -179,7 +122,7 @@ class Training:
         self.optimizer = Optimizer(model, config.train)
         self.accumulator = Accumulator(list(self.optimizer.named.values()), plan.drafter.block_size)
         self.publisher = Publisher(Uploader(store, config.store), ownership, config.train.keep_checkpoints)
-        # On a GPU the next micro-batch is made while this one computes; on the CPU that would only take cores away.
+        # On a GPU the next micro-batch is made while this one computes; on the CPU that would take cores away.
         self._prepared = ahead(self._prepare()) if ranks.device.type == "cuda" else self._prepare()
         self._position: dict[str, Any] = {}  # state of the stream behind the last step
         self.step = 0  # steps taken, and so the number of the next one, from 0
@@ -189,7 +132,8 @@ class Training:
         self.acceptance: float | None = None
 
     def resume(self) -> None:
-        """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has read."""
+        """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has
+        read."""
         record = self.ranks.from_first(self.ownership.take)
         state = self.ranks.from_first(lambda: self._load(record.newest))
         for tensor in (*self.optimizer.named.values(), *self.optimizer.tensors().values()):
@@ -278,10 +222,17 @@ class Training:
         self.ranks.from_first(lambda: self._wait_for_checkpoint(stopped_by))
         newest = self.publisher.published
         return TrainSummary(
-            steps=self.step, total_steps=self.plan.total_steps, first_loss=self.first_loss, last_loss=self.last_loss,
-            tokens=self.tokens, tokens_per_s=(self.tokens - tokens_before) / busy_s, seconds=time.monotonic() - begun,
-            acceptance=self.acceptance, checkpoint=newest.prefix if newest else None, stopped_by=stopped_by,
-        )  # fmt: skip
+            steps=self.step,
+            total_steps=self.plan.total_steps,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            tokens=self.tokens,
+            tokens_per_s=(self.tokens - tokens_before) / busy_s,
+            seconds=time.monotonic() - begun,
+            acceptance=self.acceptance,
+            checkpoint=newest.prefix if newest else None,
+            stopped_by=stopped_by,
+        )
 
     def _prepare(self) -> Generator[Work, None, None]:
         """The micro-batches of the stream as blocks. An empty one has none: nothing in it is collective."""
@@ -304,7 +255,8 @@ class Training:
             yield work
 
     def _reduce(self) -> Sums:
-        """The one collective of a step: gradient and sums, and with them what one rank has to say to all others."""
+        """The one collective of a step: gradient and sums, and with them what one rank has to say to all
+        others."""
         received = self.signals.received
         self.accumulator.sums.add(
             sigterm=received == signal.SIGTERM, sigint=received == signal.SIGINT, failed=self.publisher.failed
@@ -316,12 +268,13 @@ class Training:
         return sums
 
     def _count(self, sums: Sums, norm: float) -> None:
-        """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is published."""
+        """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is
+        published."""
         self.step += 1
         if not math.isfinite(norm) or not math.isfinite(sums.mean_loss):
             raise UserError(
-                f"step {self.step}: loss {sums.mean_loss}, gradient norm {norm}: the training has diverged. Lower "
-                "train.lr or raise train.warmup_fraction, and start again: it continues from its newest checkpoint"
+                f"step {self.step}: loss {sums.mean_loss}, gradient norm {norm}: the training has diverged. "
+                "Lower train.lr or raise train.warmup_fraction; a new start begins at the newest checkpoint"
             )
         self.tokens += int(sums.tokens)
         self.last_loss = sums.mean_loss
@@ -338,7 +291,8 @@ class Training:
             )  # fmt: skip
 
     def _validate(self, tracker: Tracker, limit: int | None) -> None:
-        """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to stop."""
+        """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to
+        stop."""
         ranks = self.ranks
         samples = validation_samples(
             self.store, self.plan.run, self.config, rank=ranks.rank, world=ranks.world, limit=limit
@@ -361,16 +315,24 @@ class Training:
         if self.publisher.failed:
             return  # every rank is told at the end of the next step
         state = TrainState(
-            step=self.step, total_steps=self.plan.total_steps, optimizer_steps=self.optimizer.steps, tokens=self.tokens,
-            first_loss=self.first_loss, last_loss=self.last_loss, acceptance=self.acceptance,
-            stream=self._position, drafter=self.plan.drafter.to_json(),
-            fingerprint=self.plan.run.identity.fingerprint, settings=self.ownership.record.settings,
-        )  # fmt: skip
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            optimizer_steps=self.optimizer.steps,
+            tokens=self.tokens,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            acceptance=self.acceptance,
+            stream=self._position,
+            drafter=self.plan.drafter.to_json(),
+            fingerprint=self.plan.run.identity.fingerprint,
+            settings=self.ownership.record.settings,
+        )
         model, moments = host_copy(self.optimizer.named), host_copy(self.optimizer.tensors())
         self.publisher.start(Snapshot(state, model, moments))
 
     def _wait_for_checkpoint(self, stopped_by: int | None) -> None:
-        """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it came."""
+        """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it
+        came."""
         deadline = time.monotonic() + GRACE_S if stopped_by is not None else math.inf
         while True:
             if self.signals.received is not None:
@@ -383,8 +345,8 @@ class Training:
         self._close_publisher()
         newest = self.publisher.published
         log.warning(
-            "the checkpoint of step %d was not published within %g s and is dropped: the training continues from %s",
-            self.step, GRACE_S, f"step {newest.step}" if newest else "its start",
+            "the checkpoint of step %d took over %g s to publish and is dropped: a new start continues at %s",
+            self.step, GRACE_S, f"step {newest.step}" if newest else "step 0",
         )  # fmt: skip
         return None
 

@@ -1,8 +1,9 @@
 """How good a drafter is on samples that it never trained on, measured while it trains.
 
-Over the text of the data set: the training's loss, the accuracy of each slot, and the agreement length. Over the target's
-own greedy text: the acceptance length, which is what decoding gains. Samples are split over the ranks, sums are added up.
-Intervals and comparisons are `evaluate`'s.
+Over the text of the data set: the training's loss, the accuracy of each slot, and the agreement length. Over
+the target's
+own greedy text: the acceptance length, which is what decoding gains. Samples are split over the ranks, sums are
+added up. Intervals and comparisons are `evaluate`'s.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from train.ranks import Ranks
 def validate(
     learner: Learner, samples: Iterable[Sample], ranks: Ranks, *, give_up: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Figures over this rank's and all other ranks' samples: loss, agreement_length, accuracy/slot_k, acceptance_length,
-    samples. A figure without data is left out. Collective: every rank calls it at the same step, with or without samples.
-    When `give_up` says so on any rank, samples are left out and there are no figures.
+    """Figures over this rank's and all other ranks' samples: loss, agreement_length, accuracy/slot_k,
+    acceptance_length, samples. A figure without data is left out. Collective: every rank calls it at the same
+    step, with or without samples. When `give_up` says so on any rank, samples are left out and there are no
+    figures.
     """
     config = learner.drafter.config
     buffer = SumsBuffer(config.block_size, learner.device)

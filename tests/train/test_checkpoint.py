@@ -53,9 +53,18 @@ def owner_of(store: Store, **changed: Any) -> Ownership:
 
 def snapshot(step: int, elements: int = 1000) -> Snapshot:
     state = TrainState(
-        step=step, total_steps=100, optimizer_steps=step, tokens=step, first_loss=2.0, last_loss=1.0, acceptance=None,
-        stream={"position": step}, drafter={}, fingerprint="fingerprint", settings=SETTINGS,
-    )  # fmt: skip
+        step=step,
+        total_steps=100,
+        optimizer_steps=step,
+        tokens=step,
+        first_loss=2.0,
+        last_loss=1.0,
+        acceptance=None,
+        stream={"position": step},
+        drafter={},
+        fingerprint="fingerprint",
+        settings=SETTINGS,
+    )
     tensor = torch.full((elements,), float(step))
     return Snapshot(state, {"fc.weight": tensor}, {"exp_avg.fc.weight": tensor, "exp_avg_sq.fc.weight": tensor})
 

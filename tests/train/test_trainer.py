@@ -1,4 +1,5 @@
-"""Trainings from beginning to end: they learn, stop, continue exactly, and refuse what would not be a continuation."""
+"""Trainings from beginning to end: they learn, stop, continue exactly, and refuse what would not be a
+continuation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from dflash_stream.store import Store, open_store
 from tests.train.tiny_run import make_run, settings
 from train import checkpoint, trainer
 from train.checkpoint import MODEL, OPTIMIZER
-from train.trainer import Training, TrainSummary, train
+from train.trainer import Training, train
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Real groups of processes: the same training whatever their number, and an end that no rank waits for in vain."""
+"""Real groups of processes: the same training whatever their number, and an end that no rank waits for in
+vain."""
 
 from __future__ import annotations
 

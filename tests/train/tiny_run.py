@@ -1,8 +1,9 @@
 """A complete run that a small drafter can learn in seconds, made without a target model.
 
-Text counts upwards through CYCLE tokens from a random start; the states of a token are a fixed random row for it. So the
-tokens after an anchor follow from the anchor, and a drafter that learns at all learns this. Everything else is as
-`prepare` and `extract` leave it: run.json, sample table, units, shards with their records, the target's head.
+Text counts upwards through CYCLE tokens from a random start; the states of a token are a fixed random row for
+it. So the tokens after an anchor follow from the anchor, and a drafter that learns at all learns this.
+Everything else is as `prepare` and `extract` leave it: run.json, sample table, units, shards with their
+records, the target's head.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def settings(url: str, **changes: dict[str, Any]) -> Config:
             "intermediate_size": 64, "block_size": 4, "mask_token_id": MASK,
         },
         "train": {
-            "epochs": 4.0, "batch_samples": 8, "tokens_per_batch": 128, "anchors": 8, "loss_gamma": 4.0, "lr": 5e-3,
-            "precision": "fp32", "checkpoint_every_steps": 1000, "validate_every_steps": 1000, "log_every_steps": 1,
+            "epochs": 4.0, "batch_samples": 8, "tokens_per_batch": 128, "anchors": 8, "loss_gamma": 4.0,
+            "lr": 5e-3, "precision": "fp32", "checkpoint_every_steps": 1000, "validate_every_steps": 1000,
+            "log_every_steps": 1,
         },
         "stream": {"block_bytes": 8192, "prefetch_bytes": 4 << 20, "threads": 2},
         "tracking": {"wandb": False},
@@ -163,7 +165,9 @@ def _identity(store: Store, samples: list[Any], validation: int, codec: str) -> 
         units=len(units["train"] | units["validation"]),
         unit_bytes=1 << 20,
         seed=0,
-        validation=ValidationRule(rule="first", units=len(units["validation"]), samples=validation, new_tokens=16),
+        validation=ValidationRule(
+            rule="first", units=len(units["validation"]), samples=validation, new_tokens=16
+        ),
     )  # fmt: skip
 
 

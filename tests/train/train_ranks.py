@@ -3,8 +3,8 @@
     accelerate launch … train_ranks.py PLAN OUT
 
 PLAN: JSON list of settings by section, with `take_over_at` and `stop_at` (steps) beside them. Each rank writes
-OUT/rank-R.json: for each training the world size that the rank saw, what it logged at each step, how many samples it
-read, and the error it ended with.
+OUT/rank-R.json: for each training the world size that the rank saw, what it logged at each step, how many
+samples it read, and the error it ended with.
 """
 
 from __future__ import annotations
