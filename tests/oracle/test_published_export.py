@@ -68,7 +68,7 @@ def test_published_loop_accepts_the_same_drafts_in_every_round(exported: Path) -
     prompts = [*pair.prompts[:8], [3, 1, 4, 1, 5], [9, 2, 6]]
     (exported / "prompts.json").write_text(json.dumps({"prompts": prompts, "new_tokens": NEW_TOKENS}))
     ask("generate", exported)
-    answers = json.loads((exported / "accepted.json").read_text())
+    answers = json.loads((exported / "answers.json").read_text())
     seen: set[int] = set()
     for prompt, answer in zip(prompts, answers, strict=True):
         live = speculative_generate(pair.target, drafter, pair.head, prompt, NEW_TOKENS)
