@@ -13,10 +13,9 @@ from dflash_stream.shards.index import (
     commit,
     committed_units,
     load_index,
-    read_index_member,
     read_record,
 )
-from dflash_stream.shards.record import Refusal, SampleEntry, ShardRecord
+from dflash_stream.shards.record import Refusal, SampleEntry, ShardRecord, read_index_member
 from dflash_stream.shards.tensors import SampleError
 from dflash_stream.shards.writer import ShardWriter
 

@@ -24,14 +24,11 @@ from numpy.typing import NDArray
 from dflash_stream import layout
 from dflash_stream.errors import UserError
 from dflash_stream.run import Run
-from dflash_stream.shards import tar
-from dflash_stream.shards.record import ShardRecord
+from dflash_stream.shards.record import ShardRecord, check_layout
 from dflash_stream.store import PreconditionFailed, Store
 
 log = logging.getLogger(__name__)
 
-INDEX_MEMBER = "__index__"  # webdataset skips names like this one
-MAX_TAIL_BYTES = 256 << 20  # in which an index is looked for: some 2.5 million samples
 BLOCK_UNITS = 1024
 _ABSENT, _STORED, _REFUSED = 0, 1, 2
 _BLOCK_SCHEMA = pa.schema(
@@ -165,48 +162,6 @@ def commit(store: Store, record: ShardRecord) -> Committed:
             "%s/%s was left behind; dflash-stream repair removes it: %s", store.url, record.object, error
         )
     return Committed(standing, ours=False)
-
-
-def read_index_member(store: Store, object_key: str, size: int) -> ShardRecord:
-    """What a shard of `size` bytes says of itself, read from its tail; object, size and etag are empty in it.
-
-    Raises UserError when the object is no whole shard.
-    """
-    where = f"{store.url}/{object_key}"
-    found, tail, tail_bytes = None, b"", 0
-    while found is None:
-        given_up = tail_bytes == size or tail_bytes >= MAX_TAIL_BYTES
-        if given_up or size % tar.BLOCK_BYTES or not tail.endswith(tar.END[:tail_bytes]):
-            raise UserError(f"{where} does not end with an {INDEX_MEMBER} member: it is no whole shard")
-        tail_bytes = min(size, max(8 * tail_bytes, 1 << 16))
-        tail = store.get_range(object_key, size - tail_bytes, tail_bytes)
-        found = tar.find_last(tail, INDEX_MEMBER)
-    start, length = found
-    record = ShardRecord.from_bytes(tail[start : start + length], f"{INDEX_MEMBER} of {where}")
-    check_layout(record, where)
-    members = [sample.size for sample in record.samples] + [length]
-    if sum(map(tar.member_bytes, members)) + len(tar.END) != size:
-        raise UserError(
-            f"{where}: its {INDEX_MEMBER} member does not account for its {size:,} bytes: it is damaged"
-        )
-    return record
-
-
-def check_layout(record: ShardRecord, where: str) -> None:
-    """UserError unless the samples of a record lie one after another in its object, as the writer lays them."""
-    reached = 0
-    for sample in record.samples:
-        if sample.offset != reached + tar.BLOCK_BYTES or sample.size <= 0:
-            raise UserError(
-                f"{where}: sample {sample.key} is said to begin at byte {sample.offset:,}, "
-                f"expected {reached + tar.BLOCK_BYTES:,}: the record is damaged. See: dflash-stream repair"
-            )
-        reached += tar.member_bytes(sample.size)
-    if record.size and reached > record.size:
-        raise UserError(
-            f"{where}: its samples have {reached:,} bytes, the object {record.size:,}: the record is damaged. "
-            "See: dflash-stream repair"
-        )
 
 
 # --- loading

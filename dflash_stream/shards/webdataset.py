@@ -28,8 +28,8 @@ from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.shards import tar
 from dflash_stream.shards.codec import decode
-from dflash_stream.shards.index import check_layout, committed_units, load_index, read_record
-from dflash_stream.shards.record import ShardRecord
+from dflash_stream.shards.index import committed_units, load_index, read_record
+from dflash_stream.shards.record import ShardRecord, check_layout
 from dflash_stream.shards.writer import SUFFIX
 from dflash_stream.store import Store, crc32c, open_store
 
@@ -126,7 +126,7 @@ def _store(settings: StoreSettings, pid: int) -> Store:
 class ObjectStream(io.RawIOBase):
     """One version of an object as a stream of bytes, read ahead in parallel ranges. Use from one thread.
 
-    `check` sees the bytes in order before they are handed out, and raises when they are wrong. Failures are final.
+    `check` sees the bytes in order before they are handed out, raises when they are wrong. Errors are final.
     """
 
     def __init__(

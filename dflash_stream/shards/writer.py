@@ -21,8 +21,8 @@ from dflash_stream.errors import UserError
 from dflash_stream.run import Identity
 from dflash_stream.shards import tar
 from dflash_stream.shards.codec import encode, payload_header, require
-from dflash_stream.shards.index import INDEX_MEMBER, Committed, commit
-from dflash_stream.shards.record import Refusal, SampleEntry, ShardRecord
+from dflash_stream.shards.index import Committed, commit
+from dflash_stream.shards.record import INDEX_MEMBER, Refusal, SampleEntry, ShardRecord
 from dflash_stream.shards.tensors import check
 from dflash_stream.store import Store, crc32c
 from dflash_stream.store.upload import UploadedObject, Uploader
