@@ -3,9 +3,10 @@
     python -m bench.read                         a synthetic run on a local S3 server
     python -m bench.read --url s3://bucket/run   an extracted run
 
-Every reader takes all training samples once a round; rounds are interleaved, so that other load on the machine
-meets all of them alike, and medians are printed as ratios to bare boto3, which only moves bytes: no checksum,
-no tensors, no order. CPU seconds are those of this process and its children, not the server's.
+Every reader takes all training samples once a round, with the index at hand; rounds are interleaved, so that
+other load on the machine meets all of them alike, and medians are printed as ratios to bare boto3, which only
+moves bytes: no checksum, no tensors, no order. CPU seconds are those of this process and its children, not the
+server's.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ UNIT_SAMPLES = 16
 class Case:
     """A run to be read: its training shards as (bucket, key, bytes), and what they hold."""
 
-    run: Run
     config: Config
+    stream: TrainStream
+    urls: list[str]
     objects: list[tuple[str, str, int]]
     samples: int
     client: Any  # plain boto3
@@ -83,14 +85,17 @@ def open_case(url: str, stream: StreamSettings) -> Case:
             response_checksum_validation="when_required",
         ),
     )
-    return Case(run, config, objects, int((index.state[np.isin(index.unit, units)] == 1).sum()), client)
+    register_s3(config.store)
+    steps = int((~run.samples.validation).sum())  # of one sample each: exactly one epoch, whatever the run
+    train_stream = TrainStream(store, run, config, steps=steps)
+    samples = int((index.state[np.isin(index.unit, units)] == 1).sum())
+    return Case(config, train_stream, shard_urls(url, settings=config.store), objects, samples, client)
 
 
 def read_with_loader(case: Case) -> int:
     """TrainStream: formula order, ranges on threads, CRC32C, tensors."""
-    stream = TrainStream(case.run.store, case.run, case.config)
-    stream.steps = stream.num_samples  # of one sample each: exactly one epoch, whatever the run
-    return sum(len(batch.samples) for batch in stream)
+    case.stream.position = 0
+    return sum(len(batch.samples) for batch in case.stream)
 
 
 def read_with_boto3(case: Case) -> int:
@@ -134,9 +139,7 @@ def read_with_webdataset(case: Case) -> int:
 
 def read_with_registered_webdataset(case: Case) -> int:
     """webdataset over this project's verified s3:// stream."""
-    register_s3(case.config.store)
-    urls = shard_urls(case.config.store.url, settings=case.config.store)
-    return sum(1 for _ in wds.WebDataset(urls, shardshuffle=False).map(decode_sample))
+    return sum(1 for _ in wds.WebDataset(case.urls, shardshuffle=False).map(decode_sample))
 
 
 READERS: dict[str, Callable[[Case], int]] = {
