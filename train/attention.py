@@ -131,7 +131,7 @@ def _build_grouped(anchors: Tensor, keep: Tensor, block_tokens: int, window: int
 
 
 def _run(anchors: Tensor, keep: Tensor, block_tokens: int, window: int | None) -> tuple[slice, Tensor]:
-    """The part of the context that neighbouring blocks of one sample read (none for padding), and their mask."""
+    """The context that neighbouring blocks of one sample read (none for padding), and their mask."""
     kept = anchors[keep].tolist() or [0]
     stop = max(kept)
     start = 0 if window is None else min(stop, max(0, min(kept) - window + 1))

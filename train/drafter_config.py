@@ -115,8 +115,8 @@ class DrafterConfig(DrafterSettings):
         inner = published.get("dflash_config") or {}
         if foreign := _foreign(published, inner):
             raise UserError(
-                f"{where} asks for {', '.join(foreign)}, which this drafter does not have: it reads DFlash "
-                "drafters of the first kind, with full attention or sliding layers that are causal in their block"
+                f"{where} asks for {', '.join(foreign)}, which this drafter does not have: it reads "
+                "DFlash drafters of the first kind, with full attention or sliding layers causal in their block"
             )
         values = {name: published.get(name) for name in _TOP}
         values |= {name: inner.get(name, published.get(name)) for name in _INNER}

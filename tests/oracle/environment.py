@@ -1,8 +1,8 @@
 """The published DFlash code (package `dflash` on PyPI, MIT) as an oracle: what a drafter must compute.
 
-It pins another transformers than this project uses, so it runs in a process of its own, in which a directory with its
-packages (requirements.txt here; 130 MB, made once under .cache/) precedes those of this environment. torch, numpy and
-safetensors are shared. Tensors go in and out as files: `reference.py` is what runs over there.
+It pins another transformers than this project uses, so it runs in a process of its own, where a directory with
+its packages (requirements.txt here; 130 MB, made once under .cache/) precedes those of this environment. torch,
+numpy and safetensors are shared. Tensors go in and out as files: `reference.py` is what runs over there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CACHE = HERE.parent.parent / ".cache"
 
 
 def ensure() -> Path:
-    """The directory with the oracle's packages, installed when it is not there yet. Whole or absent: it is renamed."""
+    """The directory with the oracle's packages, made when it is not there yet; whole or absent."""
     requirements = HERE / "requirements.txt"
     version = f"py{sys.version_info.major}{sys.version_info.minor}"
     packages = CACHE / f"oracle-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:8]}-{version}"
@@ -42,11 +42,11 @@ def ensure() -> Path:
     return packages
 
 
-def ask(directory: Path, question: str) -> None:
-    """Run `reference.py DIRECTORY QUESTION` beside the oracle's packages; AssertionError with its output if it fails."""
+def ask(question: str, directory: Path) -> None:
+    """Run `reference.py QUESTION DIRECTORY` beside the oracle's packages; AssertionError when it fails."""
     environment = os.environ | {"PYTHONPATH": str(ensure()), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(HERE / "reference.py"), str(directory), question],
+        [sys.executable, str(HERE / "reference.py"), question, str(directory)],
         env=environment,
         capture_output=True,
         text=True,

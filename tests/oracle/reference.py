@@ -1,10 +1,10 @@
-"""Runs beside the package `dflash`: loads drafter directories as its users do, and writes what it computes.
+"""Runs beside the package `dflash`: loads a drafter directory as its users do, and writes what it computes.
 
-    python reference.py DIRECTORY forward     inputs.safetensors → outputs.safetensors, read.json
-    python reference.py DIRECTORY generate    prompts.json, target/ → accepted.json
+    python reference.py forward DIRECTORY     inputs.safetensors → outputs.safetensors, read.json
+    python reference.py generate DIRECTORY    prompts.json, target/ → accepted.json
 
-DIRECTORY is that of a drafter or holds several. Blocks are drafted one at a time, by the inference code: there is no published training code. Imports nothing of this
-project.
+DIRECTORY is that of a drafter or holds several. Blocks are drafted one at a time, by the inference code: no
+training code is published. Imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from dflash import model as published
+from dflash import model as published  # type: ignore[import-not-found]
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
 class Blocks:
-    """One sequence and the blocks to draft in it: states [S, (K + 1) · H], the last H being a layer further up."""
+    """One sequence and the blocks to draft in it; states [S, (K + 1) · H], the last H of a layer further up."""
 
     def __init__(self, drafter: published.DFlashDraftModel, inputs: dict[str, Tensor]) -> None:
         self.drafter = drafter
@@ -49,7 +49,7 @@ class Blocks:
         causal: bool | None = None,
         states: Tensor | None = None,
     ) -> Tensor:
-        """Each block by itself, without a cache. The arguments are deliberate mistakes, 0 and None being right."""
+        """Each block by itself, without a cache. The arguments are deliberate mistakes."""
         states = self.states if states is None else states
         outputs = []
         for anchor in self.anchors.tolist():
@@ -141,7 +141,7 @@ def generate(directory: Path, drafter: published.DFlashDraftModel) -> None:
 
 
 def main() -> None:
-    root, answer = Path(sys.argv[1]), {"forward": forward, "generate": generate}[sys.argv[2]]
+    answer, root = {"forward": forward, "generate": generate}[sys.argv[1]], Path(sys.argv[2])
     for directory in [root] if (root / "config.json").exists() else sorted(root.iterdir()):
         drafter = published.DFlashDraftModel.from_pretrained(directory, dtype=torch.float32).eval()
         with torch.no_grad():

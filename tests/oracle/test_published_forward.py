@@ -21,7 +21,7 @@ from train.blocks import collate
 from train.drafter import Drafter, DrafterCache
 
 ANCHORS = [1, 3, 4, 9, 11, 20, 21, 33, 46]
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "full": {"layer_types": [FULL] * 3},
     "sliding": {"layer_types": [SLIDING] * 3, "sliding_window": 7},
     "mixed": {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 7},
@@ -81,7 +81,7 @@ class Case:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("kinds")
     made = {name: Case(root / name, kind) for name, kind in KINDS.items()}
-    ask(root, "forward")  # one process for all of them: its seconds go into imports
+    ask("forward", root)  # one process for all of them: its seconds go into imports
     return made
 
 

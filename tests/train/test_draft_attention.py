@@ -1,4 +1,4 @@
-"""Who sees whom: the mask against loops written from the definition, and the implementations against each other."""
+"""Who sees whom: the mask against loops written from the definition, the implementations against each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT, BLOCK = 20, 4
 
 
 def visible_by_definition(b: int, query: int, key: int, window: int | None) -> bool:
-    """Straight from the words: before the anchor; own block only; a window counts the query and makes blocks causal."""
+    """Before the anchor; own block only; a window counts the query and makes the block causal."""
     block, slot = divmod(query, BLOCK)
     anchor = int(ANCHORS[b, block])
     position = anchor + slot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,8 @@ def test_tensor_names_and_shapes_are_those_of_the_published_checkpoints() -> Non
 def test_the_drafter_of_qwen3_8b_has_the_published_number_of_weights() -> None:
     config = tiny_config(
         hidden_size=4096, vocab_size=151936, num_target_layers=36, target_layer_ids=[1, 9, 17, 25, 33],
-        num_hidden_layers=5, layer_types=[FULL] * 5, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        num_hidden_layers=5, layer_types=[FULL] * 5, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128,
         intermediate_size=12288, block_size=16,
     )  # fmt: skip
     with torch.device("meta"):
@@ -101,7 +101,7 @@ def test_decoding_step_by_step_gives_what_training_saw(changes: dict[str, object
 
 
 def test_a_shorter_block_is_drafted_as_the_head_of_a_causal_one() -> None:
-    """Near a length limit fewer tokens are drafted; where layers are causal in the block that changes nothing."""
+    """Near a length limit fewer tokens are drafted; where the layers are causal that changes nothing."""
     config = tiny_config(layer_types=[SLIDING] * 3, sliding_window=6)
     drafter = loud_drafter(config).eval()
     block, context = torch.randn(1, 4, HIDDEN), torch.randn(1, 9, HIDDEN)
@@ -162,8 +162,12 @@ def test_checkpointing_keeps_fewer_activations() -> None:
 
     def kept_bytes(**options: bool) -> int:
         sizes: list[int] = []
-        pack: Callable[[Tensor], Tensor] = lambda t: (sizes.append(t.nbytes), t)[1]  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+
+        def keep(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             run(loud_drafter(config, **options), blocks)
         return sum(sizes)
 

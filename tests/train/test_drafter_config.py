@@ -1,4 +1,4 @@
-"""config.json: the public ones are read, ours are read back, and what this drafter cannot do is refused by name."""
+"""config.json: the public ones are read, ours are read back, what this drafter cannot do is refused by name."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_transformers_reads_the_same_numbers() -> None:
     from transformers import Qwen3Config
 
     config = tiny_config(layer_types=[SLIDING, SLIDING, FULL], sliding_window=8, rope_theta=12345.0)
-    read = Qwen3Config(**config.to_json())
+    read: Any = Qwen3Config(**config.to_json())
     assert read.rope_parameters["rope_theta"] == 12345.0
     assert (read.layer_types, read.sliding_window) == ([SLIDING, SLIDING, FULL], 8)
     assert (read.head_dim, read.num_key_value_heads, read.block_size) == (8, 2, 4)
@@ -140,7 +140,7 @@ def test_transformers_reads_the_same_numbers() -> None:
         ({"layer_types": [FULL] * 4}, "layer_types must name 5 layers, it names 4"),
         ({"layer_types": ["linear_attention"] * 5}, "must be of full_attention and sliding_attention"),
         ({"layer_types": [SLIDING] * 5}, "sliding_window = None must be at least 1"),
-        ({"num_key_value_heads": 5}, "num_attention_heads = 32 must be a multiple of num_key_value_heads = 5"),
+        ({"num_key_value_heads": 5}, "32 must be a multiple of num_key_value_heads = 5"),
         (
             {"dflash_config": {"mask_token_id": 151936, "target_layer_ids": [1]}},
             "mask_token_id = 151936 must be a row",
@@ -173,7 +173,8 @@ def identity(vocab_size: int = 1000) -> Identity:
             },
             "layers": [1, 8, 14, 20, 27], "layer_convention": "", "dtype": "bfloat16", "codec": "bf16",
             "final_state": "none", "tensors": {}, "samples_sha256": "0", "samples": 1, "tokens": 1, "units": 1,
-            "unit_bytes": 1, "seed": 0, "validation": {"rule": "none", "units": 0, "samples": 0, "new_tokens": 0},
+            "unit_bytes": 1, "seed": 0,
+            "validation": {"rule": "none", "units": 0, "samples": 0, "new_tokens": 0},
         }
     )  # fmt: skip
 

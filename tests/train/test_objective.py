@@ -1,4 +1,4 @@
-"""The loss against one worked out by hand and against autograd over whole logits; the counts; what gets no gradient."""
+"""The loss against one worked out by hand and against autograd over whole logits; the counts; the gradients."""
 
 from __future__ import annotations
 
@@ -114,17 +114,20 @@ def test_the_whole_logits_are_never_in_memory() -> None:
     kept: list[tuple[int, ...]] = []
     _, head = tables()
     hidden = torch.randn(1, 8, 4, head.shape[1], requires_grad=True)
-    weights = torch.ones(1, 8, 4)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
-        block_loss(
-            hidden, head, torch.zeros(1, 8, 4, dtype=torch.long), weights, chunk_rows=4
-        ).loss_sum.backward()
+    labels, weights = torch.zeros(1, 8, 4, dtype=torch.long), torch.ones(1, 8, 4)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block_loss(hidden, head, labels, weights, chunk_rows=4).loss_sum.backward()
     assert kept
     assert all(shape[-1:] != (len(head),) for shape in kept)
 
 
 def test_the_cross_entropy_is_fp32_under_bf16_autocast() -> None:
-    """bf16 logits of 64 and 64.25 are one number; the loss over them must still be summed and exponentiated in fp32."""
+    """Logits come out of the matmul in bf16; what follows must not: it would be off by percents."""
     _, head = tables()
     blocks = collated([random_sample(20, 0)], 6, config=tiny_config())
     hidden = torch.randn(*blocks.labels.shape, head.shape[1], generator=torch.Generator().manual_seed(1))
