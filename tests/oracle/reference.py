@@ -1,7 +1,7 @@
 """Runs beside the package `dflash`: loads a drafter directory as its users do, and writes what it computes.
 
     python reference.py forward DIRECTORY     inputs.safetensors → outputs.safetensors, read.json
-    python reference.py generate DIRECTORY    prompts.json, target/ → accepted.json
+    python reference.py generate DIRECTORY    prompts.json, target/ → answers.json
 
 DIRECTORY is that of a drafter or holds several. Blocks are drafted one at a time, by the inference code: no
 training code is published. Imports nothing of this project.
@@ -137,7 +137,7 @@ def generate(directory: Path, drafter: published.DFlashDraftModel) -> None:
             drafter, target, torch.tensor([prompt]), asked["new_tokens"], None, return_stats=True
         )
         answers.append({"ids": done.output_ids[0].tolist(), "accepted": done.acceptance_lengths})
-    (directory / "accepted.json").write_text(json.dumps(answers))
+    (directory / "answers.json").write_text(json.dumps(answers))
 
 
 def main() -> None:
