@@ -206,7 +206,9 @@ def main() -> None:
             os.environ.update(server.environment)
             url = f"s3://{server.bucket}/bench"
             synthetic(url, arguments.megabytes, arguments.hidden, arguments.layers)
-        case = open_case(url, StreamSettings(threads=arguments.threads))
+        # Less than the run, as in any real training: memory goes round instead of growing.
+        stream = StreamSettings(threads=arguments.threads, prefetch_bytes=64 * MiB)
+        case = open_case(url, stream)
         report(case, measure(case, arguments.rounds))
 
 
