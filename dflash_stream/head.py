@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,9 @@ def safetensors_header(weights: dict[str, StoredWeight], metadata: dict[str, str
     return len(text).to_bytes(8, "little") + text
 
 
+@lru_cache(maxsize=1)
 def read_tokenizer(target: TargetSettings) -> Any:
-    """The target's tokenizer. UserError when there is none."""
+    """The target's tokenizer, read once a process. UserError when there is none."""
     from transformers import AutoTokenizer
 
     with explained(target, "tokenizer"):

@@ -1,8 +1,27 @@
-"""Chats → samples: rendered with the target's own template, masked, shuffled, cut into units, published as a
-run.
+"""Chats → samples: rendered with the target's own template, masked, shuffled, cut into units, published as a run.
+
+Worker processes import this package, so it imports no torch by itself: the two entries load what they need.
 """
 
-from dflash_stream.prepare.pipeline import prepare
-from dflash_stream.prepare.show import show
+from __future__ import annotations
 
-__all__ = ["prepare", "show"]
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_stream.config import Config
+    from dflash_stream.run import Run
+
+
+def prepare(config: Config, *, log: Callable[[str], None] = print) -> Run:
+    """Prepare the run of `config`. Raises UserError; a run that is there already and equal is returned as it is."""
+    from dflash_stream.prepare import pipeline
+
+    return pipeline.prepare(config, log=log)
+
+
+def show(config: Config, count: int) -> None:
+    """Print the first `count` samples of the inputs, supervised tokens coloured. Raises UserError."""
+    from dflash_stream.prepare import viewer
+
+    viewer.show(config, count)

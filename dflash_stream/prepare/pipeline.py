@@ -73,7 +73,7 @@ def find_inputs(config: Config) -> Inputs:
     return Inputs(train + held_out, len(held_out))
 
 
-def prepare(config: Config, *, log: Log = print) -> Run:
+def prepare(config: Config, *, log: Log) -> Run:
     """Prepare the run of `config`. Raises UserError; a run that is there already and equal is returned as it
     is.
     """

@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,6 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, settings: PrepareSettings) -> None:
         """UserError when there is no chat template, or no fast tokenizer to give character offsets."""
-        from tokenizers.processors import ByteLevel
-
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
                 f"the target's tokenizer ({type(tokenizer).__name__}) has no fast version, which the loss "
@@ -75,7 +74,6 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.turns = settings.turns
-        self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
         self.template: str = tokenizer.get_chat_template()
         self.template_sha256 = hashlib.sha256(self.template.encode()).hexdigest()
         self.marked = bool(_MARKS.search(self.template))
@@ -87,12 +85,12 @@ class Renderer:
             # of a turn without reasoning the empty think block belongs to the prompt, and only this variable
             # puts it there
             self._prompt_variables.append({**self._variables, "enable_thinking": False})
-        # A private copy: byte-level post-processors trim blanks from offsets, and padding set in tokenizer.json
-        # would be applied
-        self._encoder = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
-        self._encoder.post_processor = ByteLevel(trim_offsets=False)
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
+        self._encoder = _offset_encoder(tokenizer)
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """A hash of everything that decides how text becomes tokens."""
+        return fingerprint(json.loads(self.tokenizer.backend_tokenizer.to_str()))
 
     def warnings(self) -> list[str]:
         """What the user should know about this template."""
@@ -203,6 +201,17 @@ def prompt_hash(chat: Chat) -> int:
     return int(fingerprint(chat.messages[:first])[:16], 16)
 
 
-def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash of everything that decides how text becomes tokens."""
-    return fingerprint(json.loads(tokenizer.backend_tokenizer.to_str()))
+@lru_cache(maxsize=1)
+def _offset_encoder(tokenizer: Any) -> Any:
+    """A copy of the tokenizer's backend whose offsets are exact.
+
+    A byte-level post-processor may trim blanks from them, and tokenizer.json may ask for padding or truncation.
+    """
+    from tokenizers.processors import ByteLevel
+
+    backend = tokenizer.backend_tokenizer
+    copy = type(backend).from_str(backend.to_str())
+    copy.post_processor = ByteLevel(trim_offsets=False)
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
