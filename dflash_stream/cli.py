@@ -1,7 +1,7 @@
 """The `dflash-stream` command: one subcommand a task, each taking --config and any setting.
 
-The two long jobs are not here: `accelerate launch extract.py` and `accelerate launch train_drafter.py` start them on
-every GPU. A subcommand parses its arguments, calls one function of its room, and prints what came back.
+The two long jobs are not here: `accelerate launch extract.py` and `accelerate launch train_drafter.py` start
+them on every GPU. A subcommand parses its arguments, calls one function of its room, and prints what came back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 def prepare(argv: list[str]) -> None:
     """chats → samples, units, run.json and the target's head"""
     parser = _parser("prepare", "Turn chats into samples and units of a run, and write its identity.")
-    parser.add_argument("--show", type=int, metavar="N", help="print N samples, supervised tokens coloured; write nothing")
+    parser.add_argument(
+        "--show", type=int, metavar="N", help="only print N samples, supervised tokens coloured"
+    )
     settings, arguments = config.load(
         argv, program="dflash-stream prepare", about="", parser=parser, sections=("store", "target", "prepare")
     )
@@ -41,23 +43,36 @@ def prepare(argv: list[str]) -> None:
 def evaluate(argv: list[str]) -> None:
     """acceptance length of the drafter on held-out samples, or live against the target"""
     parser = _parser("eval", "Measure the acceptance length of the untrained and the trained drafter.")
-    parser.add_argument("--live", type=Path, metavar="JSONL", help="decode these prompts with the target itself")
-    parser.add_argument("--live-samples", type=int, default=8, metavar="N", help="prompts of --live (default 8)")
-    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="tokens to decode a prompt (default 128)")
+    parser.add_argument(
+        "--live", type=Path, metavar="JSONL", help="decode these prompts with the target itself"
+    )
+    parser.add_argument(
+        "--live-samples", type=int, default=8, metavar="N", help="prompts to decode (default 8)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=128, metavar="N", help="tokens for each (default 128)"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     sections = ("store", "target", "drafter", "train", "stream")
-    settings, arguments = config.load(argv, program="dflash-stream eval", about="", parser=parser, sections=sections)
+    settings, arguments = config.load(
+        argv, program="dflash-stream eval", about="", parser=parser, sections=sections
+    )
     from train.evaluate import evaluate
 
     report = evaluate(
-        settings, live_prompts=arguments.live, live_samples=arguments.live_samples, new_tokens=arguments.new_tokens
+        settings,
+        live_prompts=arguments.live,
+        live_samples=arguments.live_samples,
+        new_tokens=arguments.new_tokens,
     )
     print(report.to_json() if arguments.json else report.to_text())
 
 
 def export(argv: list[str]) -> None:
     """the trained drafter as a published DFlash checkpoint"""
-    parser = _parser("export", "Write the newest checkpoint in the published DFlash layout, for vLLM and SGLang.")
+    parser = _parser(
+        "export", "Write the newest checkpoint in the published DFlash layout, for vLLM and SGLang."
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write it to this directory")
     settings, arguments = config.load(
         argv, program="dflash-stream export", about="", parser=parser, sections=("store", "drafter", "train")

@@ -38,10 +38,16 @@ class StoreSettings(Section):
     endpoint: str | None = setting(
         None, "URL of an S3-compatible endpoint; otherwise AWS_ENDPOINT_URL_S3, otherwise AWS itself"
     )
-    region: str | None = setting(None, "region of the bucket; otherwise the standard AWS chain, otherwise us-east-1")
+    region: str | None = setting(
+        None, "region of the bucket; otherwise the standard AWS chain, otherwise us-east-1"
+    )
     addressing: Literal["path", "virtual"] = setting("path", "path-style or virtual-hosted-style addressing")
-    checksums: bool = setting(True, "send a CRC32C with every upload request; turn off for stores that refuse it")
-    max_concurrent_uploads: int = setting(16, "upload requests in flight in each process", "requests", ge=1, le=100)
+    checksums: bool = setting(
+        True, "send a CRC32C with every upload request; turn off for stores that refuse it"
+    )
+    max_concurrent_uploads: int = setting(
+        16, "upload requests in flight in each process", "requests", ge=1, le=100
+    )
     part_bytes: int = setting(
         16 * MiB, "size of a multipart part; raised by itself for objects of more than 9,000 parts", "bytes",
         ge=5 * MiB, le=5 * GiB,
@@ -50,7 +56,9 @@ class StoreSettings(Section):
         512 * MiB, "memory for parts being filled or sent in each process; when full, the producer waits", "bytes",
         ge=10 * MiB,
     )  # fmt: skip
-    timeout_s: float = setting(60.0, "longest silence on a connection before a request is tried again", "s", gt=0)
+    timeout_s: float = setting(
+        60.0, "longest silence on a connection before a request is tried again", "s", gt=0
+    )
     deadline_s: float = setting(900.0, "longest time a request is retried before the run stops", "s", gt=0)
 
 
@@ -58,25 +66,40 @@ class TargetSettings(Section):
     id: str = setting("", "the target model: a Hugging Face id or a local directory")
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     dtype: Literal["bfloat16", "float32", "float16"] = setting("bfloat16", "dtype the target runs in")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "attention implementation of the target")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = setting(
+        "sdpa", "attention implementation of the target"
+    )
     trust_remote_code: bool = setting(False, "run model code that comes with the checkpoint")
 
 
 class PrepareSettings(Section):
     inputs: list[str] = setting([], "JSONL or Parquet files or globs of chats, or of input_ids and loss_mask")
-    validation_inputs: list[str] = setting([], "files or globs of held-out chats; empty: a fraction of the inputs")
+    validation_inputs: list[str] = setting(
+        [], "files or globs of held-out chats; empty: a fraction of the inputs"
+    )
     validation_fraction: float = setting(
         0.01, "share of conversations held out, by hash, when validation_inputs is empty", "", ge=0, lt=1
     )
     max_validation_samples: int = setting(512, "held-out samples at most", "samples", ge=0)
-    max_samples: int | None = setting(None, "training samples at most (the first ones in seeded order)", "samples")
-    max_total_tokens: int | None = setting(None, "training tokens at most (the first ones in seeded order)", "tokens")
+    max_samples: int | None = setting(
+        None, "training samples at most (the first ones in seeded order)", "samples"
+    )
+    max_total_tokens: int | None = setting(
+        None, "training tokens at most (the first ones in seeded order)", "tokens"
+    )
     max_tokens: int = setting(2048, "longest sample", "tokens", ge=4)
-    truncation: Literal["right", "drop"] = setting("right", "a sample that is longer is cut on the right, or dropped")
-    thinking: bool | None = setting(None, "enable_thinking for the chat template; unset: the template's own default")
-    template_kwargs: dict[str, Any] = setting({}, "further variables for the chat template, as YAML: {name: value}")
+    truncation: Literal["right", "drop"] = setting(
+        "right", "a sample that is longer is cut on the right, or dropped"
+    )
+    thinking: bool | None = setting(
+        None, "enable_thinking for the chat template; unset: the template's own default"
+    )
+    template_kwargs: dict[str, Any] = setting(
+        {}, "further variables for the chat template, as YAML: {name: value}"
+    )
     turns: Literal["all", "last", "each"] = setting(
-        "all", "assistant turns supervised: all, the last one, or one sample for each turn with its history as served"
+        "all",
+        "assistant turns supervised: all, the last one, or one sample for each turn with its history as served",
     )
     min_supervised_tokens: int = setting(2, "samples with fewer supervised tokens are dropped", "tokens", ge=2)
     max_rejected_fraction: float = setting(0.05, "share of bad rows over which prepare stops", "", ge=0, le=1)
@@ -84,8 +107,12 @@ class PrepareSettings(Section):
         None, "decoder layers to tap (0-based, their output); unset: the DFlash rule for num_taps layers"
     )
     num_taps: int = setting(5, "decoder layers to tap by the DFlash rule", "layers", ge=1)
-    codec: Literal["bf16", "bf16z", "fp8"] = setting("bf16", "how states are stored: raw, lossless compressed, or e4m3")
-    final_state: Literal["none", "pre_norm"] = setting("none", "also store the last layer's output, before the norm")
+    codec: Literal["bf16", "bf16z", "fp8"] = setting(
+        "bf16", "how states are stored: raw, lossless compressed, or e4m3"
+    )
+    final_state: Literal["none", "pre_norm"] = setting(
+        "none", "also store the last layer's output, before the norm"
+    )
     validation_new_tokens: int = setting(
         256, "the target's greedy continuation of each held-out prompt; 0: none", "tokens", ge=0
     )
@@ -96,7 +123,9 @@ class PrepareSettings(Section):
 
 class ExtractSettings(Section):
     tokens_per_batch: int = setting(16384, "padded tokens in a forward pass", "tokens", ge=1)
-    max_bad_fraction: float = setting(0.001, "share of refused samples in a unit over which the run stops", "", ge=0)
+    max_bad_fraction: float = setting(
+        0.001, "share of refused samples in a unit over which the run stops", "", ge=0
+    )
     claim_ttl_s: float = setting(120.0, "a claim on a unit lapses when not renewed for this long", "s", gt=0)
     grace_s: float = setting(20.0, "after SIGTERM or SIGINT, time to finish or abort uploads", "s", gt=0, le=25)
 
@@ -108,11 +137,15 @@ class DrafterSettings(Section):
     head_dim: int = setting(128, "width of a head", "", ge=2)
     intermediate_size: int = setting(12288, "width of the MLP", "", ge=1)
     block_size: int = setting(16, "tokens in a block, the anchor included", "tokens", ge=2)
-    mask_token_id: int | None = setting(None, "id of an unused row of the target's embedding, read as the mask token")
+    mask_token_id: int | None = setting(
+        None, "id of an unused row of the target's embedding, read as the mask token"
+    )
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
         None, "attention of each drafter layer; unset: all full_attention"
     )
-    sliding_window: int | None = setting(None, "window of sliding_attention layers, the query included", "tokens")
+    sliding_window: int | None = setting(
+        None, "window of sliding_attention layers, the query included", "tokens"
+    )
     rope_theta: float = setting(1e6, "base of the rotary embedding", "", gt=0)
     rms_norm_eps: float = setting(1e-6, "epsilon of the norms", "", gt=0)
     max_position_embeddings: int = setting(40960, "longest context the drafter is declared for", "tokens", ge=1)
@@ -122,10 +155,14 @@ class TrainSettings(Section):
     name: str = setting("drafter", "name of the drafter: its objects lie under drafters/NAME/")
     epochs: float = setting(6.0, "passes over the training samples", "epochs", gt=0)
     max_steps: int | None = setting(None, "stop earlier than epochs would", "steps", ge=1)
-    batch_samples: int = setting(32, "samples in a global batch, whatever the number of processes", "samples", ge=1)
+    batch_samples: int = setting(
+        32, "samples in a global batch, whatever the number of processes", "samples", ge=1
+    )
     tokens_per_batch: int = setting(8192, "padded tokens in a micro-batch of one process", "tokens", ge=1)
     anchors: int = setting(512, "blocks drawn from a sample at most", "blocks", ge=1)
-    loss_gamma: float | None = setting(None, "decay of the loss over a block; unset: 7, 5 or 4 for block 16, 10 or 8")
+    loss_gamma: float | None = setting(
+        None, "decay of the loss over a block; unset: 7, 5 or 4 for block 16, 10 or 8"
+    )
     lr: float = setting(6e-4, "peak learning rate", "", gt=0)
     min_lr_ratio: float = setting(0.0, "learning rate at the end over the peak", "", ge=0, le=1)
     warmup_fraction: float = setting(0.04, "share of the steps spent warming up", "", ge=0, le=1)
@@ -141,8 +178,12 @@ class TrainSettings(Section):
     seed: int = setting(0, "seed of the weights, the order and the anchors")
     checkpoint_every_steps: int = setting(500, "steps between checkpoints", "steps", ge=1)
     keep_checkpoints: int = setting(2, "checkpoints kept", "checkpoints", ge=1)
-    validate_every_steps: int = setting(500, "steps between validations; the end is always validated", "steps", ge=1)
-    validation_samples: int = setting(64, "held-out samples of a validation; the last one takes all", "samples", ge=1)
+    validate_every_steps: int = setting(
+        500, "steps between validations; the end is always validated", "steps", ge=1
+    )
+    validation_samples: int = setting(
+        64, "held-out samples of a validation; the last one takes all", "samples", ge=1
+    )
     log_every_steps: int = setting(10, "steps between logged figures", "steps", ge=1)
 
 
@@ -151,7 +192,9 @@ class StreamSettings(Section):
     range_bytes: int = setting(8 * MiB, "size of a ranged read", "bytes", ge=64 << 10)
     threads: int = setting(16, "ranged reads in flight in each process", "requests", ge=1)
     prefetch_bytes: int = setting(512 * MiB, "samples read ahead in each process, at most", "bytes", ge=1)
-    stall_s: float = setting(120.0, "without a sample for this long, the requests in flight are logged", "s", gt=0)
+    stall_s: float = setting(
+        120.0, "without a sample for this long, the requests in flight are logged", "s", gt=0
+    )
 
 
 class TrackingSettings(Section):
@@ -208,7 +251,9 @@ def describe_settings(sections: tuple[str, ...]) -> str:
         unit = (field.json_schema_extra or {}).get("unit", "")
         default = field.default
         default = "unset" if default is None or default in ("", [], {}) else default
-        note = f"default {default}" + (f" {unit}" if unit and default != "unset" else f", in {unit}" if unit else "")
+        note = f"default {default}" + (
+            f" {unit}" if unit and default != "unset" else f", in {unit}" if unit else ""
+        )
         lines.append(f"  --{dotted} {_type_name(field.annotation)}")
         lines.append(f"        {field.description} ({note})")
     return "\n".join(lines)
@@ -234,7 +279,9 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     loaded = loaded or {}
     if not isinstance(loaded, dict):
-        raise UserError(f"{path}: expected sections of settings (store:, target:, …), found {type(loaded).__name__}")
+        raise UserError(
+            f"{path}: expected sections of settings (store:, target:, …), found {type(loaded).__name__}"
+        )
     known = known_settings()
     for section, values in loaded.items():
         if section not in Config.model_fields:
@@ -258,7 +305,11 @@ def _parse_value(dotted: str, text: str) -> Any:
     except yaml.YAMLError as error:
         raise UserError(f"--{dotted}: cannot read {text!r}: {error}") from None
     if isinstance(value, str):  # YAML reads 1e-4 as text; pydantic turns it into a number
-        value = text.split(",") if get_origin(annotation) is list or any(get_origin(o) is list for o in options) else text
+        value = (
+            text.split(",")
+            if get_origin(annotation) is list or any(get_origin(o) is list for o in options)
+            else text
+        )
     return value
 
 
@@ -287,9 +338,13 @@ def load(
     `sections` are those that --help shows; a YAML may hold all of them, since one file serves every phase.
     Raises UserError for anything unknown or invalid.
     """
-    parser = parser or argparse.ArgumentParser(prog=program, description=about, add_help=False, allow_abbrev=False)
+    parser = parser or argparse.ArgumentParser(
+        prog=program, description=about, add_help=False, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", type=Path, metavar="YAML", help="settings of the run; any can be overridden below")
+    parser.add_argument(
+        "--config", type=Path, metavar="YAML", help="settings of the run; any can be overridden below"
+    )
     if not any("--help" in action.option_strings for action in parser._actions):
         parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.epilog = "settings:" + describe_settings(sections)

@@ -1,7 +1,7 @@
 """How a command ends: what all entry points share.
 
-A UserError is printed as one message on stderr and exits 1; every other exception is a fault of ours and keeps its
-traceback. The loggers of libraries are turned down to warnings.
+A UserError is printed as one message on stderr and exits 1; every other exception is a fault of ours and keeps
+its traceback. The loggers of libraries are turned down to warnings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dflash_stream.errors import UserError
 
@@ -17,7 +17,9 @@ from dflash_stream.errors import UserError
 def run(command: Callable[[], int | None]) -> None:
     """Run `command` and exit with what it returns."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     for noisy in ("botocore", "boto3", "urllib3", "httpx", "httpcore", "accelerate", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
@@ -29,5 +31,3 @@ def run(command: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status or 0)
-
-

@@ -1,11 +1,13 @@
-"""The identity of a run: what is extracted and how. Written once as run.json; every later process compares itself with it.
+"""The identity of a run: what is extracted and how. Written once as run.json; later processes compare with it.
 
 `prepare` builds it, everyone else opens it. Nothing here knows of models or shards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -68,7 +70,7 @@ class TextIdentity(_Frozen):
 
 
 class ValidationRule(_Frozen):
-    """Held-out samples: how they were chosen, how many units they fill (units 0 … units-1), what is generated for them."""
+    """Held-out samples: how they were chosen, the units they fill (0 … units-1), what is generated for them."""
 
     rule: str
     units: int
@@ -87,7 +89,9 @@ class Identity(_Frozen):
     dtype: str  # of the target's forward pass
     codec: Literal["bf16", "bf16z", "fp8"]
     final_state: Literal["none", "pre_norm"]
-    tensors: dict[str, dict[str, Any]]  # name → {"shape": "[T, 5, 576]", "dtype": "bf16"}, as a reader gets them
+    tensors: dict[
+        str, dict[str, Any]
+    ]  # name → {"shape": "[T, 5, 576]", "dtype": "bf16"}, as a reader gets them
     samples_sha256: str  # of tokens/samples.parquet
     samples: int
     tokens: int
@@ -146,7 +150,8 @@ class Run:
             body, _ = store.get(layout.RUN)
         except NotFound:
             raise UserError(
-                f"no run at {store.url}: {layout.RUN} is missing. Make one with: dflash-stream prepare --store.url {store.url}"
+                f"no run at {store.url}: {layout.RUN} is missing. Make one with: "
+                f"dflash-stream prepare --store.url {store.url}"
             ) from None
         return cls(store, parse_identity(body, store.url))
 
@@ -162,11 +167,10 @@ class Run:
     def samples(self) -> SampleTable:
         """The sample table, checked against the hash in run.json."""
         body, _ = self.store.get(layout.SAMPLES)
-        import hashlib
-
         if hashlib.sha256(body).hexdigest() != self.identity.samples_sha256:
             raise UserError(
-                f"{self.store.url}/{layout.SAMPLES} is not the table that run.json names: the run is damaged, prepare it anew"
+                f"{self.store.url}/{layout.SAMPLES} is not the table that run.json names: the run is damaged, "
+                "prepare it anew"
             )
         table = pq.read_table(io.BytesIO(body), schema=SAMPLES_SCHEMA)
         column = {name: table.column(name) for name in table.column_names}
@@ -177,7 +181,9 @@ class Run:
             unit=column["unit"].to_numpy(),
             tokens=column["tokens"].to_numpy(),
             supervised=column["supervised"].to_numpy(),
-            validation=np.asarray([split == "validation" for split in column["split"].to_pylist()], dtype=np.bool_),
+            validation=np.asarray(
+                [split == "validation" for split in column["split"].to_pylist()], dtype=np.bool_
+            ),
         )
 
     def unit(self, unit: int) -> list[PreparedSample]:
@@ -197,13 +203,11 @@ class Run:
 
 def parse_identity(body: bytes, where: str) -> Identity:
     """run.json → Identity; UserError that names the field for anything unexpected."""
-    import json
-
     try:
         raw = json.loads(body)
         if raw.get("format") != FORMAT_VERSION:
             raise UserError(
-                f"{where}/{layout.RUN} has format {raw.get('format')}, this version of dflash-stream reads {FORMAT_VERSION}: "
+                f"{where}/{layout.RUN} has format {raw.get('format')}, this dflash-stream reads {FORMAT_VERSION}: "
                 "use the version that made the run"
             )
         return Identity.model_validate(raw)
@@ -227,7 +231,12 @@ def compare(recorded: Identity, mine: Identity, where: str) -> None:
     theirs, ours = flatten(recorded.model_dump()), flatten(mine.model_dump())
     differing = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
     if differing:
-        lines = [f"  {name}: the run has {theirs.get(name)!r}, these settings give {ours.get(name)!r}" for name in differing]
+        lines = [
+            f"  {name}: the run has {theirs.get(name)!r}, these settings give {ours.get(name)!r}"
+            for name in differing
+        ]
         raise UserError(
-            f"{where} holds another run:\n" + "\n".join(lines) + "\nUse the settings of the run, or another store.url."
+            f"{where} holds another run:\n"
+            + "\n".join(lines)
+            + "\nUse the settings of the run, or another store.url."
         )

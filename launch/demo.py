@@ -1,7 +1,7 @@
 """The whole pipeline on a small real model and real chats: prepare → extract → train → eval → export.
 
-`make demo` runs it. It starts a local S3 server, runs the commands a user would type, each as a process of its own, and
-ends with a table of what came out. Everything it started is gone when it ends, also after Ctrl-C.
+`make demo` runs it. It starts a local S3 server, runs the commands a user would type, each as a process of its
+own, and ends with a table of what came out. Everything it started is gone when it ends, also after Ctrl-C.
 """
 
 from __future__ import annotations

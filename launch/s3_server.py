@@ -8,6 +8,7 @@ Everything it starts ends with it: the server is a child that the kernel kills w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -45,7 +46,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _die_with_parent() -> None:
     """Runs in the child before exec: SIGTERM when the parent ends, however it ends (Linux)."""
-    os.setpgrp()  # an interrupt from the terminal reaches the parent alone, which then stops the server in order
+    os.setpgrp()  # an interrupt from the terminal reaches the parent alone, which then stops the server
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -173,23 +174,25 @@ class S3Server:
     def __enter__(self) -> S3Server:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A local S3 server on loopback, until interrupted.")
-    parser.add_argument("--directory", type=Path, default=None, help="where it keeps its data; unset: temporary")
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="where it keeps its data; unset: temporary"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with S3Server(arguments.directory) as server:
         for name, value in server.environment.items():
             print(f"export {name}={value}")
         print(f"# store.url: s3://{server.bucket}/RUN", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
-        except KeyboardInterrupt:
-            pass
 
 
 if __name__ == "__main__":

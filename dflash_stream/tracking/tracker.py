@@ -1,7 +1,7 @@
 """One small interface for figures, with wandb behind it on the main process and the heartbeat on every process.
 
-The loops call `log` and `summary` and never ask whether wandb is there. wandb failing (no service, full disk, cut
-network) is said once and then ignored. Settings are what is sent as wandb's config; secrets are not settings.
+The loops call `log` and `summary` and never ask whether wandb is there. wandb failing (no service, full disk,
+cut network) is said once and then ignored. Settings are sent as wandb's config; secrets are not settings.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Wandb:
 
             mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
             if "WANDB_MODE" not in os.environ and mode == "offline":
-                print("wandb: no key is set, so this run is logged offline (wandb login, then wandb sync, to upload it)")
+                print("wandb: no key is set: logging offline (to upload it: wandb login, then wandb sync)")
             if config.tracking.directory:
                 Path(config.tracking.directory).mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(
@@ -82,7 +82,9 @@ class _Wandb:
                 dir=config.tracking.directory,
                 mode=mode,  # type: ignore[arg-type]
                 config={"store": store.url, **settings},
-                settings=wandb.Settings(console="off", silent=True, init_timeout=30.0, disable_git=True, save_code=False),
+                settings=wandb.Settings(
+                    console="off", silent=True, init_timeout=30.0, disable_git=True, save_code=False
+                ),
             )
             self._run.define_metric("*", step_metric="step")
             self.where = self._run.url or str(Path(self._run.dir).parent)
@@ -90,7 +92,9 @@ class _Wandb:
             self._fail("start", error)
 
     def _fail(self, what: str, error: Exception) -> None:
-        print(f"wandb: could not {what} ({type(error).__name__}: {error}); going on without it", file=sys.stderr)
+        print(
+            f"wandb: could not {what} ({type(error).__name__}: {error}); going on without it", file=sys.stderr
+        )
         self._run = None
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:

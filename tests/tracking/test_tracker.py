@@ -16,7 +16,9 @@ from dflash_stream.tracking.tracker import has_wandb_key
 
 
 def settings(tmp_path: Path, **tracking: object) -> Config:
-    return build({"store": {"url": f"file://{tmp_path}/run"}, "tracking": {"directory": str(tmp_path), **tracking}})
+    return build(
+        {"store": {"url": f"file://{tmp_path}/run"}, "tracking": {"directory": str(tmp_path), **tracking}}
+    )
 
 
 def test_figures_lie_in_an_offline_run_file_when_no_key_is_set(
@@ -67,7 +69,12 @@ def test_the_heartbeat_shows_the_latest_figures_and_how_the_process_ended(tmp_pa
     tracker.close("interrupted")
     body, _ = store.get(f"{layout.STATUS}extract-{worker_name()}.json")
     beat = json.loads(body)
-    assert (beat["tokens"], beat["step"], beat["summary"], beat["state"]) == (2.0, 2, {"shards": 3}, "interrupted")
+    assert (beat["tokens"], beat["step"], beat["summary"], beat["state"]) == (
+        2.0,
+        2,
+        {"shards": 3},
+        "interrupted",
+    )
 
 
 def test_the_heartbeat_beats_by_itself(tmp_path: Path) -> None:
