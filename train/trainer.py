@@ -64,26 +64,24 @@ def train(config: Config) -> TrainSummary:
     """
     with StopSignals() as signals:
         ranks = join(patience_s=config.store.deadline_s + PATIENCE_S)
-        try:
-            store = open_store(config.store)
-            run = Run.open(store)
-            plan = make_plan(config, run)
-            ownership = Ownership(store, config.train.name, run.identity.fingerprint, plan.fixed_settings)
-            published = ranks.from_first(ownership.inspect)
-            newest = published.newest if published else None
-            if newest is not None and newest.step >= plan.total_steps:
-                state = ranks.from_first(lambda: checkpoint.read_state(store, newest))
-                summary = TrainSummary.of(state, newest)
-                tell(ranks, f"already trained: {summary.to_text()}")
-                return summary
+        store = open_store(config.store)
+        run = Run.open(store)
+        plan = make_plan(config, run)
+        ownership = Ownership(store, config.train.name, run.identity.fingerprint, plan.fixed_settings)
+        published = ranks.from_first(ownership.inspect)
+        newest = published.newest if published else None
+        if newest is not None and newest.step >= plan.total_steps:
+            state = ranks.from_first(lambda: checkpoint.read_state(store, newest))
+            summary = TrainSummary.of(state, newest)
+            tell(ranks, f"already trained: {summary.to_text()}")
+        else:
             ranks.from_first(store.check)
             training = Training(plan, ranks, signals, ownership)
             training.resume()
             summary = training.run()
             tell(ranks, summary.to_text())
-            return summary
-        finally:
-            ranks.leave()
+        ranks.leave()  # in order only: after an error the launcher ends the others, who may be in a collective
+        return summary
 
 
 def tell(ranks: Ranks, text: str) -> None:
