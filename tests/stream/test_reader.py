@@ -356,10 +356,10 @@ def test_a_stall_is_logged_with_the_requests_in_flight(
 def test_the_consumer_s_waiting_is_counted(
     extracted: tuple[Run, ShardIndex, Path], watched: WatchedStore
 ) -> None:
-    watched.meddle = lambda key, start, buffer: time.sleep(0.05)
+    watched.meddle = lambda key, start, buffer: time.sleep(0.5)
     engine = reader(extracted, watched, prefetch_bytes=1)
-    list(engine.read(requests(range(4))))
-    assert 0.2 <= engine.counters.wait_s < 20
+    list(engine.read(requests([0])))
+    assert 0.1 < engine.counters.wait_s < 20
 
 
 def place(offset: int, size: int, name: str = "a") -> Location:
