@@ -7,6 +7,7 @@ retry or two.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -18,11 +19,14 @@ from typing import TypeVar
 
 from dflash_stream.store.base import StoreError, Traffic
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 20.0
 FEW_ATTEMPTS = 5
+SAID_FROM_FAILURES = 8  # some ten seconds: before that a fault is nobody's business
 
 
 class Kind(Enum):
@@ -175,6 +179,11 @@ class Retrier:
             if self._is_over(fault, attempts, pause, give_up):
                 raise self._error(what, fault, attempts) from cause
             traffic.add(retries=1)
+            if attempts.failures >= SAID_FROM_FAILURES and attempts.failures.bit_count() == 1:
+                spent = self.clock.now() - attempts.since
+                log.warning(
+                    "%s: failing for %.0f s of %.0f s, trying on: %s", what, spent, self.deadline_s, fault.cause
+                )
             self.clock.wait(pause, give_up)
             if give_up is not None and give_up.is_set():
                 raise self._error(what, fault, attempts) from cause

@@ -116,6 +116,14 @@ def test_of_eight_replacements_one_wins(store: Store) -> None:
     assert winners == [store.get("k")[0]]
 
 
+def test_the_time_in_an_etag_is_not_the_coarse_one_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 1_800_000_000_123_456_789)
+    open_store(StoreSettings(url=tmp_path.as_uri())).put("k", b"x")
+    assert (tmp_path / "k").stat().st_mtime_ns == 1_800_000_000_123_456_789
+
+
 def test_an_etag_never_returns_with_other_bytes(store: Store) -> None:
     """Else a compare-and-swap passes over a change it has not seen; sizes are equal, and inodes are reused."""
     etags = {store.put("k", f"{n:04d}".encode()) for n in range(40)}

@@ -76,6 +76,17 @@ def test_the_loop_ends_at_the_deadline_and_says_how_long_it_tried(fake_clock: Fa
     assert 100 - LONGEST_DELAY_S < fake_clock.seconds <= 100
 
 
+def test_a_long_trouble_is_said_and_a_short_one_is_not(
+    fake_clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    retrier(fake_clock).run("asking", failing(Kind.TRANSIENT, 5), Traffic())
+    assert caplog.text == ""
+    with pytest.raises(StoreError):
+        retrier(fake_clock, deadline_s=900).run("asking", failing(Kind.TRANSIENT, 10**9), Traffic())
+    assert "asking: failing for" in caplog.text
+    assert len(caplog.records) < 5
+
+
 def test_a_doubtful_fault_is_tried_a_few_times(fake_clock: FakeClock) -> None:
     traffic = Traffic()
     with pytest.raises(StoreError):
