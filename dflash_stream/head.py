@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from dflash_stream import layout
 from dflash_stream.config import StoreSettings, TargetSettings
 from dflash_stream.errors import UserError
-from dflash_stream.hub import StoredWeight, Weights, explained, open_files
+from dflash_stream.hub import StoredWeight, Weights, explained, open_files, read_tokenizer
 from dflash_stream.store import NotFound, Store
 from dflash_stream.target.identity import read_config
 
@@ -181,17 +180,6 @@ def safetensors_header(weights: dict[str, StoredWeight], metadata: dict[str, str
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-@lru_cache(maxsize=1)
-def read_tokenizer(target: TargetSettings) -> Any:
-    """The target's tokenizer, read once a process. UserError when there is none."""
-    from transformers import AutoTokenizer
-
-    with explained(target, "tokenizer"):
-        return AutoTokenizer.from_pretrained(
-            target.id, revision=target.revision, trust_remote_code=target.trust_remote_code
-        )
 
 
 def _write_tokenizer(store: Store, target: TargetSettings) -> None:

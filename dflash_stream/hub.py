@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,9 +79,9 @@ class HubFiles:
         return self._get(file, {}, None)
 
     def _get(self, file: str, headers: dict[str, str], length: int | None) -> bytes:
-        from huggingface_hub import hf_hub_url
+        from huggingface_hub import hf_hub_url, is_offline_mode
         from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, is_offline_mode
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         if is_offline_mode():
             raise OfflineModeIsEnabled(f"cannot read {file} of {self._repository}: HF_HUB_OFFLINE is set")
@@ -192,6 +193,17 @@ class Weights:
         return known["begin"], known["tensors"]
 
 
+@lru_cache(maxsize=1)
+def read_tokenizer(target: TargetSettings) -> Any:
+    """The target's tokenizer, read once a process. UserError when there is none."""
+    from transformers import AutoTokenizer
+
+    with explained(target, "tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            target.id, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
+
+
 @contextmanager
 def explained(settings: TargetSettings, what: str) -> Iterator[None]:
     """Turns what transformers and huggingface_hub raise while reading `what` of the target into a UserError
@@ -247,7 +259,7 @@ def advice(error: BaseException, settings: TargetSettings) -> str:
             "model set HF_TOKEN; for one on this machine give its directory"
         )
     if has(errors.OfflineModeIsEnabled):
-        return "it is not in the local cache and HF_HUB_OFFLINE is set. Unset it, or give a directory as target.id"
+        return "HF_HUB_OFFLINE is set and it is not in the cache. Unset it, or give a directory as target.id"
     if has(errors.LocalEntryNotFoundError, ConnectionError) or any(
         "Connect" in type(link).__name__ for link in chain
     ):
@@ -257,4 +269,6 @@ def advice(error: BaseException, settings: TargetSettings) -> str:
             "directory as target.id"
         )
     text = str(error).strip() or type(error).__name__
-    return f"{text.splitlines()[0]}{at}"
+    return (
+        f"{text.splitlines()[0]}{at}. Check the id or directory; a new model family needs a newer transformers"
+    )

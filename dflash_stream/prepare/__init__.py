@@ -1,4 +1,4 @@
-"""Chats → samples: rendered with the target's own template, masked, shuffled, cut into units, published as a run.
+"""Chats → samples: rendered with the target's own template, masked, shuffled, cut into units, published.
 
 Worker processes import this package, so it imports no torch by itself: the two entries load what they need.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config, *, log: Callable[[str], None] = print) -> Run:
-    """Prepare the run of `config`. Raises UserError; a run that is there already and equal is returned as it is."""
+    """Prepare the run of `config`; one that is there already and equal is returned. Raises UserError."""
     from dflash_stream.prepare import pipeline
 
     return pipeline.prepare(config, log=log)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dflash_stream.config import Config
 from dflash_stream.errors import UserError
-from dflash_stream.head import read_tokenizer
+from dflash_stream.hub import read_tokenizer
 from dflash_stream.prepare.identity import Draft
 from dflash_stream.prepare.inputs import decode
 from dflash_stream.prepare.pipeline import find_inputs

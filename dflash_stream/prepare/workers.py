@@ -19,6 +19,7 @@ from functools import partial
 
 from dflash_stream.config import PrepareSettings, TargetSettings
 from dflash_stream.errors import UserError
+from dflash_stream.hub import read_tokenizer
 from dflash_stream.prepare.inputs import CHUNK_BYTES, Chunk, decode
 from dflash_stream.prepare.samples import Limits, Maker, Samples
 from dflash_stream.prepare.template import Renderer
@@ -28,8 +29,6 @@ _maker: Maker | None = None
 
 def make_renderer(target: TargetSettings, settings: PrepareSettings) -> Renderer:
     """The target's chat template and tokenizer. UserError when it has none that serve."""
-    from dflash_stream.head import read_tokenizer
-
     return Renderer(read_tokenizer(target), settings)
 
 

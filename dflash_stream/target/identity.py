@@ -11,6 +11,7 @@ from typing import Any
 from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.hashing import fingerprint
+from dflash_stream.hub import explained
 from dflash_stream.run import TargetIdentity
 
 # Written by whatever saved the config, or the dtype it was saved in: no part of what the model computes.
@@ -50,14 +51,8 @@ def describe_target(settings: TargetSettings) -> TargetIdentity:
 def _read(reader: Any, settings: TargetSettings, **options: Any) -> Any:
     if not settings.id:
         raise UserError("target.id is empty: name the target model, a Hugging Face id or a local directory")
-    try:
+    with explained(settings, "config"):
         return reader(settings.id, revision=settings.revision, **options)
-    except (OSError, ValueError, KeyError) as error:
-        at = f" at revision {settings.revision}" if settings.revision else ""
-        raise UserError(
-            f"cannot read the config of target.id {settings.id}{at}: {error}\n"
-            "Check the id or the directory; a gated model needs HF_TOKEN, a new family a newer transformers."
-        ) from None
 
 
 def _without_incidentals(value: Any) -> Any:

@@ -127,7 +127,7 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     weights = target / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:4000])
-    with pytest.raises(UserError, match="not a safetensors file|cut off"):
+    with pytest.raises(UserError, match=r"not a safetensors file|cut off"):
         copy_head(target, tmp_path / "run")
     weights.write_bytes(b"<html>" + whole)
     with pytest.raises(UserError, match="not a safetensors file"):
