@@ -254,5 +254,5 @@ def compare(
 
 
 def _slot_shares(walks: Iterable[Sequence[int]], block_size: int) -> list[float | None]:
-    counts = np.array([slot_acceptance(walk, block_size) for walk in walks])  # [texts, accepted or offered, B-1]
+    counts = np.array([slot_acceptance(walk, block_size) for walk in walks])  # [texts, 2, B-1]
     return [float(accepted / offered) if offered else None for accepted, offered in counts.sum(0).T]

@@ -33,7 +33,7 @@ def tiny_target(family: str) -> Target:
     """A random target of the family on the CPU in fp32; no token ends its text."""
     with tempfile.TemporaryDirectory() as directory:
         path = save_tiny(family, Path(directory) / family, layers=LAYERS)
-        attention: Any = "eager" if family == "gpt_oss" else "sdpa"
+        attention: Any = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
         settings = TargetSettings(id=str(path), dtype="float32", attention=attention)
         target = load_target(settings, layers=TAPS, whole=True, device="cpu")
     target.model.generation_config.eos_token_id = None
