@@ -200,9 +200,11 @@ def test_failed_publication_goes_unnoticed(
 
     config = settings(url, train={"checkpoint_every_steps": 2})
     at_step(monkeypatch, 3, take_over)
+    at_step(monkeypatch, 5, lambda training: training.publisher.settle())
     with pytest.raises(UserError, match="taken over by another trainer"):
         train(config)
     assert recorders[0].state == "failed"
+    assert max(recorders[0].logged) == 5
     record = checkpoint.newest_checkpoint(open_store(config.store), "drafter")
     assert record.step == 2
 
