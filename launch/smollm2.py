@@ -53,7 +53,7 @@ def convert(gguf: Path, target: Path) -> None:
     del (
         config.quantization_config
     )  # a model loaded from GGUF refuses to be saved: a fresh one takes its weights
-    model = type(loaded)(config).to(torch.bfloat16)
+    model = type(loaded)(config).bfloat16()
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from dflash_stream import layout
 from dflash_stream.config import build
 from dflash_stream.run import Run
-from dflash_stream.shards import decode_sample, register_s3, shard_urls
 from dflash_stream.shards.index import read_record
+from dflash_stream.shards.webdataset import decode_sample, register_s3, shard_urls
 from dflash_stream.store import open_store
 from launch.s3_server import S3Server
 from tests.store.fault_proxy import FaultProxy, Forward, Reply, Request
@@ -139,7 +139,8 @@ def test_a_killed_extraction_loses_or_repeats_a_sample(finished: Finished) -> No
         in_records += [entry.key for entry in read_record(run.store, unit).samples]
     assert in_records == run.samples.key, f"killed at requests {finished.killed_at}"
     register_s3()
-    pipeline = wds.WebDataset(shard_urls(finished.url), shardshuffle=False).map(decode_sample)
+    urls = shard_urls(finished.url, "validation") + shard_urls(finished.url)
+    pipeline = wds.WebDataset(urls, shardshuffle=False).map(decode_sample)
     in_shards = Counter(sample["__key__"] for sample in pipeline)
     assert in_shards == Counter(run.samples.key), f"killed at requests {finished.killed_at}"
 
