@@ -18,6 +18,10 @@ _HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
 _SIGHT: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 
 
@@ -56,6 +60,26 @@ def _build(family: str, layers: int) -> Any:
             "out_hidden_size": 32,
         }
         return t.Qwen3_5ForConditionalGeneration(t.Qwen3_5Config(text_config=text, vision_config=vision))
+    if family == "mistral":
+        return t.MistralForCausalLM(t.MistralConfig(**text, sliding_window=None))
+    if family == "gemma2":
+        return t.Gemma2ForCausalLM(t.Gemma2Config(**text, sliding_window=8, query_pre_attn_scalar=8))
+    if family == "glm4":
+        return t.Glm4ForCausalLM(t.Glm4Config(**text))
+    if family == "qwen3_moe":
+        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**text, **_EXPERTS))
+    if family == "qwen3_next":
+        return t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**text, **_EXPERTS, **_HYBRID))
+    if family == "qwen3_5_moe_wrapper":
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "depth": layers,
+            "out_hidden_size": 32,
+        }
+        moe = t.Qwen3_5MoeConfig(text_config={**text, **_EXPERTS}, vision_config=vision)
+        return t.Qwen3_5MoeForConditionalGeneration(moe)
     if family == "gpt_oss":  # not cut short on loading: stands for the families that are not known to allow it
         return t.GptOssForCausalLM(
             t.GptOssConfig(**text, num_local_experts=2, num_experts_per_tok=1, sliding_window=8)
@@ -64,7 +88,8 @@ def _build(family: str, layers: int) -> Any:
 
 
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "gemma3", "gemma3_wrapper", "qwen3_5", "qwen3_5_wrapper", "gpt_oss",
+    "llama", "qwen2", "qwen3", "gemma3", "gemma3_wrapper", "qwen3_5", "qwen3_5_wrapper", "mistral", "gemma2", "glm4",
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe_wrapper", "gpt_oss",
 )  # fmt: skip
 
 

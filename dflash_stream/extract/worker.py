@@ -185,7 +185,12 @@ class Worker:
 
     def _read(self, unit: int) -> list[PreparedSample]:
         """The unit's samples; UserError when one has a token that the target has no embedding for."""
-        samples = self._run.unit(unit)
+        try:
+            samples = self._run.unit(unit)
+        except ValueError as error:  # pyarrow's, for what is not the Parquet file it should be
+            raise UserError(
+                f"{self._run.store.url}/{layout.unit_tokens(unit)} is damaged ({error}): prepare the run anew"
+            ) from None
         vocabulary = self._run.identity.target.vocab_size
         for sample in samples:
             if len(sample.input_ids) == 0 or sample.input_ids.min() < 0 or sample.input_ids.max() >= vocabulary:
@@ -206,6 +211,7 @@ class Worker:
         began = time.monotonic()
         if unit < rule.units and rule.new_tokens:
             prompts = [sample.input_ids[: prompt_tokens(sample.loss_mask)] for sample in samples]
+            logger.info("unit %d: generating %d continuations", unit, len(prompts))
             made = continuations(self._target, prompts, rule.new_tokens, budget)
             texts = [np.concatenate([p, np.asarray(m, np.int32)]) for p, m in zip(prompts, made, strict=True)]
             sequences = [sequence for pair in zip(sequences, texts, strict=True) for sequence in pair]

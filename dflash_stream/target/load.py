@@ -25,36 +25,26 @@ from dflash_stream.target.taps import PendingStates, Tapper, Tokens, pad
 # Families whose first layers compute the same when the later ones are absent (Gemma 4, for one, shares keys
 # and values from the end backwards), by the model_type of their text config.
 _SLICEABLE = frozenset(
-    [
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "glm4_moe",
-    ]
-)
+    {
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+        "gemma2", "gemma3_text", "glm4",
+    }
+)  # fmt: skip
 
 
 class Target:
     """A loaded target model on one device.
 
-    model: the transformers model (its layers cut short unless `whole`); backbone: embedding, decoder layers
+    model: the transformers model, only its backbone unless `whole`; backbone: embedding, decoder layers
     and norm; layers: the decoder layers; taps: the tapped ids; eos: the token ids that end a text.
     """
 
     def __init__(
         self, model: Any, taps: list[int], *, whole: bool, final_state: bool, device: torch.device
     ) -> None:
-        self.model = model
         self.backbone: Any
         self.backbone, self.layers = find_backbone(model)
+        self.model = model if whole else self.backbone  # lm_head and vision tower are let go
         self.taps = taps
         self.whole = whole
         self.device = device

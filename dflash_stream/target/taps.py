@@ -111,7 +111,9 @@ def pad(batch: Sequence[Tokens], device: torch.device, *, left: bool = False) ->
         start = width - len(tokens) if left else 0
         ids[row, start : start + len(tokens)] = torch.tensor(np.asarray(tokens), dtype=torch.int64)
         mask[row, start : start + len(tokens)] = 1
-    return ids.to(device), mask.to(device)
+    if device.type == "cuda":  # from pinned memory, so that the host does not wait for the batch before
+        ids, mask = ids.pin_memory(), mask.pin_memory()
+    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
 
 
 class Tapper:

@@ -47,11 +47,11 @@ def limit_memory(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_a_batch_that_does_not_fit_stops_the_run(target: Target, error: type[Exception]) -> None:
-    sequences = texts(30)
-    expected = [states.hidden_states.clone() for states in states_in_order(target, sequences, 400)]
-    sizes = limit_memory(target, "submit", 60, error)
-    found = list(states_in_order(target, sequences, 400))
-    assert max(sizes) <= 60
+    sequences = texts(9)
+    expected = [states.hidden_states.clone() for states in states_in_order(target, sequences, 300)]
+    sizes = limit_memory(target, "submit", 100, error)
+    found = list(states_in_order(target, sequences, 300))
+    assert max(sizes) <= 100
     for mine, whole, text in zip(found, expected, sequences, strict=True):
         assert mine.hidden_states.shape[0] == len(text)
         torch.testing.assert_close(mine.hidden_states, whole, rtol=2**-7, atol=1e-4)
@@ -62,11 +62,11 @@ def test_a_single_sample_that_does_not_fit_is_left_out(target: Target) -> None:
     with pytest.raises(
         UserError, match=r"single sample of \d+ tokens: its unit stays open.*prepare\.max_tokens"
     ):
-        list(states_in_order(target, texts(30), 400))
+        list(states_in_order(target, texts(4), 400))
 
 
 def test_generation_that_does_not_fit_stops_the_run(target: Target) -> None:
-    prompts = texts(9, seed=2)
+    prompts = texts(5, seed=2)
     expected = continuations(target, prompts, 6, 10_000)
     limit_memory(target, "greedy", 60)
     assert continuations(target, prompts, 6, 10_000) == expected

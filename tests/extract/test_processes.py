@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -63,11 +64,11 @@ def assert_whole(run: Run) -> None:
 
 
 def test_killed_processes_lose_or_repeat_samples(tiny_llama: Path, s3_url: str) -> None:
-    """Two are killed in the middle, three go on, are killed too, and one finishes: 60 units, each made once."""
+    """Two are killed in the middle, one goes on and is killed too, two finish: 60 units, each made once."""
     run = publish_at(s3_url, tiny_llama, units=60, samples_per_unit=8, new_tokens=16)
     records: dict[str, str] = {}
     outputs = []
-    for processes in (2, 3):
+    for processes in (2, 1):
         process = launch(s3_url, processes)
         wait_for_units(run, process, len(records) + random.randint(4, 12))
         os.killpg(process.pid, signal.SIGKILL)
@@ -76,15 +77,16 @@ def test_killed_processes_lose_or_repeat_samples(tiny_llama: Path, s3_url: str) 
         assert records.items() <= now.items()
         records = now
     assert len(records) < 60, "nothing was left to do: kill earlier"
-    outputs.append(finish(launch(s3_url, 1)))
+    outputs.append(finish(launch(s3_url, 2)))
     now = {info.key: info.etag for info in run.store.list(layout.INDEX)}
     assert records.items() <= now.items()
     assert_whole(run)
-    for processes, output in zip((2, 3, 1), outputs, strict=True):
+    for processes, output in zip((2, 1, 2), outputs, strict=True):
         for rank in range(processes):
             assert f"process {rank} of {processes} on cpu" in output
-    made_last = 60 - len(records)
-    assert f"extracted: {made_last} shards" in outputs[-1]
+    made_last = [int(count) for count in re.findall(r"extracted: (\d+) shards", outputs[-1])]
+    assert sum(made_last) == 60 - len(records)
+    assert len(made_last) == 2
     # attempts whose object is whole but has no record are possible, objects that two records name are not
     named = [read_record(run.store, unit).object for unit in range(60)]
     assert len(set(named)) == 60
@@ -98,7 +100,7 @@ def test_a_signal_to_the_launcher_leaves_claims(tiny_llama: Path, tmp_path: Path
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode != 0
-    assert output.count("stopped by SIGTERM") == 2
+    assert "stopped by SIGTERM" in output  # at least by one: the other may still have been starting
     assert list(run.store.list(layout.CLAIMS)) == []
     assert 3 <= len(committed_units(run.store)) < 300
 
