@@ -9,12 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import zstandard
 from safetensors.torch import load as stock_load
 
 from dflash_stream.errors import UserError
 from dflash_stream.shards import SampleError, decode, encode, raw_payload_bytes, require
 from dflash_stream.shards import codec as codecs
 from dflash_stream.shards.codec import payload_header
+from dflash_stream.shards.payload import StoredTensor, in_order, parse
 from tests.synthetic_run import sample_tensors
 
 CODECS = ["bf16", "bf16z", "fp8"]
@@ -281,7 +283,6 @@ def test_damaged_zstd_frames_are_named_and_allocate_nothing_absurd() -> None:
         b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}',
         b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
         b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}',
-        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
         b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}',
         b'{"__metadata__":7}',
         b'{"__metadata__":{"format":"dflash-stream.1","codec":"bf16"}}',
@@ -290,5 +291,30 @@ def test_damaged_zstd_frames_are_named_and_allocate_nothing_absurd() -> None:
     ],
 )
 def test_hostile_headers_are_refused(header: bytes) -> None:
-    with pytest.raises(SampleError):
-        decode(len(header).to_bytes(8, "little") + header + bytes(8), "sample x")
+    with pytest.raises(SampleError, match="sample x is damaged"):
+        parse(len(header).to_bytes(8, "little") + header + bytes(8), "sample x")
+
+
+def test_a_payload_of_another_format_is_named() -> None:
+    header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}'
+    with pytest.raises(SampleError, match=r"format 'pt'.*reads dflash-stream\.1"):
+        decode(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        zstandard.compress(bytes(1000)),
+        zstandard.compress(bytes(10)),
+        bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little"),  # promises a pebibyte
+        b"no frame",
+    ],
+)
+def test_frames_that_do_not_fit_their_low_bytes_are_refused(frame: bytes) -> None:
+    stored = {tensor.name: tensor for tensor in encode("bf16z", sample_tensors(0, 3, 2, 8))}
+    stored["hidden_states.high"] = StoredTensor("hidden_states.high", "U8", (len(frame),), memoryview(frame))
+    sizes = memoryview(len(frame).to_bytes(4, "little"))
+    stored["hidden_states.high_sizes"] = StoredTensor("hidden_states.high_sizes", "I32", (1,), sizes)
+    parts = in_order(stored.values())
+    with pytest.raises(SampleError, match=r"do not fit together|cannot be decompressed"):
+        decode(payload_header("bf16z", parts) + b"".join(part.data for part in parts))

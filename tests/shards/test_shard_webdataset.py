@@ -195,9 +195,12 @@ def test_a_failure_is_final(local_run: Run) -> None:
     """A reader that goes on after an error must not be given what follows the hole."""
     record = read_record(local_run.store, 0)
     raw = ObjectStream(local_run.store, record.object, record.size + 512, record.etag)
-    for _ in range(2):
-        with pytest.raises(StoreError):
-            raw.read(100)
+    wrong = record.model_copy(update={"samples": [s.model_copy(update={"crc32c": 1}) for s in record.samples]})
+    check = ShardCheck(wrong, "the shard").feed
+    for stream in (raw, ObjectStream(local_run.store, record.object, record.size, record.etag, check)):
+        for _ in range(2):
+            with pytest.raises(UserError):
+                stream.read(100)
 
 
 def test_ranges_join_without_gaps_and_memory_stays_bounded(

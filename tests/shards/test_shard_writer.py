@@ -137,12 +137,15 @@ def test_an_exception_in_the_body_publishes_nothing(settings: StoreSettings) -> 
     with Uploader(store, settings) as uploader:
         tensors = sample_tensors(0, 1200, 5, 256)
 
+        kept: list[ShardWriter] = []
+
         def write_and_fail() -> None:
             with ShardWriter(uploader, store, run.identity, 0, made_with={}) as writer:
                 for row in range(2):
                     writer.add(run.samples.key[row], tensors)
                 while not uploader.stats.bytes_sent:
                     time.sleep(0.01)
+                kept.append(writer)  # no finalizer may do what leaving the context must
                 assert list(store.list_uploads(layout.SHARDS)), "a multipart upload is under way"
                 raise ZeroDivisionError
 
