@@ -160,7 +160,7 @@ class Writer:
         columns, self._unit = self._unit, {name: [] for name in UNIT_SCHEMA.names}
         if self._store is None:
             return
-        while len(self._puts) >= 2 * PUT_THREADS:
+        while len(self._puts) >= PUT_THREADS:
             self._puts.popleft().result()
         self._puts.append(self._pool.submit(self._store.put, layout.unit_tokens(unit), unit_file(columns)))
 

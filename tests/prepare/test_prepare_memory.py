@@ -45,7 +45,7 @@ def test_peak_memory_hardly_grows_with_the_dataset(tmp_path: Path) -> None:
     target = save_tiny("llama", tmp_path / "target", layers=4)
     peaks = []
     sizes = []
-    for name, rows in (("small", 4_000), ("large", 16_000)):
+    for name, rows in (("small", 4_000), ("large", 24_000)):
         sizes.append(write_parquet(tmp_path / name, rows, 1000))
         done = subprocess.run(
             [sys.executable, "-c", PEAK, f"file://{tmp_path}/run-{name}", str(target), str(tmp_path / name)],

@@ -144,7 +144,7 @@ def test_the_run_lands_in_s3_with_its_head(s3_url: str, target: Path, run_prepar
     assert len(run.samples) == sum(len(run.unit(unit)) for unit in range(run.identity.units)) == 32
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target)
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
     head = load_head(run.store)
     assert torch.equal(head.embed_tokens, model.get_input_embeddings().weight)
     assert head.num_layers == 8
@@ -294,7 +294,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, put: int) -> None:
                 raise StoreError("lost")
             return real(key, body, **conditions)
 
-        store.put = put_or_fail  # type: ignore[method-assign]
+        store.put = put_or_fail  # type: ignore[method-assign,assignment]
         return store
 
     monkeypatch.setattr(pipeline, "open_store", open_failing)
