@@ -7,6 +7,7 @@ that happened. Without a server behind it, it accepts every upload and keeps not
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import re
 import socket
@@ -232,7 +233,8 @@ class FaultProxy:
         if handler.command != "HEAD":
             sent = reply.body[:end]
             request.served = len(sent)
-            handler.wfile.write(sent)
+            with contextlib.suppress(ConnectionError):  # a client that has ended
+                handler.wfile.write(sent)
         if end is not None:
             self._drop(handler, False)
 
