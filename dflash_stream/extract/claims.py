@@ -36,6 +36,9 @@ class Claims:
         self._store, self._ttl_s, self._clock = store, ttl_s, clock
         self._token = layout.new_token()
         self._etags: dict[int, str] = {}  # of the claims held
+        self._unsettled: set[int] = (
+            set()
+        )  # being taken or released: an interrupt may come between store and note
         self._lock = threading.Lock()  # a claim is renewed or released, never both at once
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="claims", daemon=True)
@@ -64,29 +67,36 @@ class Claims:
     def take(self, unit: int) -> bool:
         """Claim a unit. False when another process holds it, or was faster."""
         key = layout.claim(unit)
+        self._unsettled.add(unit)
         try:
             try:
                 etag = self._store.put(key, self._body(), if_none_match=True)
             except PreconditionFailed:
                 body, theirs = self._store.get(key)
                 if not self._lapsed(body):
+                    self._unsettled.discard(unit)
                     return False
                 etag = self._store.put(key, self._body(), if_match=theirs)
                 logger.info("unit %d: taking over a claim that lapsed", unit)
         except (PreconditionFailed, NotFound):  # taken over, renewed or released by another in between
+            self._unsettled.discard(unit)
             return False
         self._etags[unit] = etag
+        self._unsettled.discard(unit)
         return True
 
     def release(self, unit: int) -> None:
         """Delete the claim, unless another process has taken it over. A failure only leaves it to lapse."""
         with self._lock:
-            if self._etags.pop(unit, None) is None:
+            if unit not in self._etags:
                 return
+            self._unsettled.add(unit)
+            del self._etags[unit]
             try:
                 self._store.delete([layout.claim(unit)])
             except StoreError as error:
                 logger.warning("unit %d: its claim stays until it lapses: %s", unit, error)
+            self._unsettled.discard(unit)
 
     def renew(self) -> None:
         """Put the expiry of every held claim `ttl_s` from now."""
@@ -113,6 +123,19 @@ class Claims:
         self._thread.join(timeout=5)
         for unit in list(self._etags):
             self.release(unit)
+        for unit in list(self._unsettled):
+            self._drop_if_mine(unit)
+
+    def _drop_if_mine(self, unit: int) -> None:
+        """Delete a claim if its token is this process's."""
+        try:
+            body, _ = self._store.get(layout.claim(unit))
+            if self._token.encode() in body:
+                self._store.delete([layout.claim(unit)])
+        except NotFound:
+            pass
+        except StoreError as error:
+            logger.warning("unit %d: its claim stays until it lapses: %s", unit, error)
 
     def __enter__(self) -> Claims:
         return self

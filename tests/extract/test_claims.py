@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_stream import layout
 from dflash_stream.config import StoreSettings
 from dflash_stream.extract.claims import Claims
+from dflash_stream.extract.lifetime import Interrupted
 from dflash_stream.store import NotFound, Store, open_store
 
 TTL_S = 60.0
@@ -133,3 +135,25 @@ def test_a_claim_that_was_deleted_is_still_thought_held(store: Store) -> None:
         assert claims.held == set()
         with pytest.raises(NotFound):
             store.get(layout.claim(0))
+
+
+@pytest.mark.parametrize("action", ["put", "delete"])
+def test_an_interrupt_between_store_and_note_leaves_a_claim(
+    tmp_path: Path, monkeypatch: Any, action: str
+) -> None:
+    store = open_store(StoreSettings(url=f"file://{tmp_path}/run"))
+    claims = Claims(store, TTL_S)
+    claims.take(0)
+    inner = getattr(store, action)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        if action == "put":  # it reached the store, its answer was not noted
+            inner(*args, **options)
+        monkeypatch.setattr(store, action, inner)
+        raise Interrupted(15)
+
+    monkeypatch.setattr(store, action, interrupted)
+    with pytest.raises(Interrupted):
+        claims.take(1) if action == "put" else claims.release(0)
+    claims.close()
+    assert list(store.list(layout.CLAIMS)) == []
