@@ -21,7 +21,7 @@ from dflash_stream.prepare.samples import Record
 from dflash_stream.run import SAMPLES_SCHEMA, UNIT_SCHEMA
 from dflash_stream.store import Store
 
-ROW_GROUP = 1 << 16
+ROW_GROUP = 1 << 14  # rows of the table kept in memory
 PUT_THREADS = 8
 
 
