@@ -104,9 +104,11 @@ def _parquet_chunks(path: Path, source: int) -> Iterator[Chunk]:
                 f"and loss_mask"
             )
         first = 0
-        for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
-            yield Chunk(source, path.name, first, batch)
-            first += batch.num_rows
+        for group in range(file.num_row_groups):  # over all groups at once, a reader keeps what it has read
+            batches = file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=columns, use_threads=False)
+            for batch in batches:
+                yield Chunk(source, path.name, first, batch)
+                first += batch.num_rows
 
 
 def decode(chunk: Chunk) -> list[tuple[int, Any]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from dflash_stream import layout
@@ -79,7 +78,6 @@ def prepare(config: Config, *, log: Log) -> Run:
     is.
     """
     inputs = find_inputs(config)
-    pa.set_memory_pool(pa.system_memory_pool())  # the default one keeps what is freed: it grew with the dataset
     store = open_store(config.store)
     try:
         return _prepare(config, inputs, store, log)

@@ -45,7 +45,7 @@ def test_peak_memory_hardly_grows_with_the_dataset(tmp_path: Path) -> None:
     target = save_tiny("llama", tmp_path / "target", layers=4)
     peaks = []
     sizes = []
-    for name, rows in (("small", 4_000), ("large", 24_000)):
+    for name, rows in (("small", 4_000), ("large", 20_000)):
         sizes.append(write_parquet(tmp_path / name, rows, 1000))
         done = subprocess.run(
             [sys.executable, "-c", PEAK, f"file://{tmp_path}/run-{name}", str(target), str(tmp_path / name)],
@@ -53,4 +53,4 @@ def test_peak_memory_hardly_grows_with_the_dataset(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         peaks.append(int(done.stdout.split()[-1]))
-    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 4, (peaks, sizes)
+    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 5, (peaks, sizes)
