@@ -1,7 +1,8 @@
 """How a command ends: what all entry points share.
 
 A UserError is printed as one message on stderr and exits 1; every other exception is a fault of ours and keeps
-its traceback. The loggers of libraries are turned down to warnings.
+its traceback. A launched process does not outlive its launcher. The loggers of libraries are turned down to
+warnings.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 from dflash_stream.errors import UserError
+from dflash_stream.launched import end_with_launcher
 
 
 def run(command: Callable[[], int | None]) -> None:
@@ -22,6 +24,7 @@ def run(command: Callable[[], int | None]) -> None:
     )
     for noisy in ("botocore", "boto3", "urllib3", "httpx", "httpcore", "accelerate", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    end_with_launcher()
     try:
         status = command()
     except UserError as error:

@@ -6,7 +6,6 @@ that `accelerate launch` and its config files work; without a GPU it runs over g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from dflash_stream.errors import UserError
-from dflash_stream.extract.lifetime import was_launched
+from dflash_stream.launched import cpu_threads, number
 
 T = TypeVar("T")
 
@@ -84,35 +83,11 @@ def join(*, patience_s: float) -> Ranks:
     accelerator = Accelerator(cpu=not on_gpu, kwargs_handlers=[wait])
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
     if not on_gpu:
-        torch.set_num_threads(
-            cpu_threads(
-                os.environ.get("OMP_NUM_THREADS", ""),
-                launched=was_launched(),
-                cores=_usable_cores(),
-                local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            )
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+        torch.set_num_threads(cpu_threads())
+    launched = number("WORLD_SIZE", 1)
     if ranks.world != launched:
         raise UserError(
             f"the launcher started {launched} processes, but this one sees a group of {ranks.world}: "
             "start with `accelerate launch --multi_gpu --num_processes N` (also without a GPU) or `torchrun`"
         )
     return ranks
-
-
-def cpu_threads(given: str, *, launched: bool, cores: int, local_world: int) -> int:
-    """Threads of one process that computes on the CPU: its share of the cores, unless OMP_NUM_THREADS says
-    otherwise.
-
-    given: OMP_NUM_THREADS, or "". accelerate and torchrun set it to 1 when the user has not: when `launched`, 1
-    means unset.
-    """
-    if given.isdigit() and int(given) > (1 if launched else 0):
-        return int(given)
-    return max(1, cores // local_world)
-
-
-def _usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

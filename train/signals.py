@@ -1,22 +1,16 @@
 """Being asked to stop: SIGTERM and SIGINT become a note that the training loop acts on at the end of a step.
 
 A launcher often passes a signal on that the process has had already from the terminal, so a repetition within
-IMPATIENT_S says nothing new; a later one ends the process at once. A launcher that dies without a word counts
-as SIGTERM.
+IMPATIENT_S says nothing new; a later one ends the process at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import signal
-import sys
 import time
 from types import FrameType, TracebackType
 
-from dflash_stream.extract.lifetime import was_launched
-
 IMPATIENT_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
@@ -37,8 +31,6 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._note)
-        if was_launched():
-            die_with_parent()
         return self
 
     def __exit__(
@@ -46,10 +38,3 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the launcher dies (Linux): `kill` on a launcher must not leave its
-    ranks behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

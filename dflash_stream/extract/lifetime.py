@@ -1,4 +1,4 @@
-"""How a process ends before its work does: SIGTERM, SIGINT, or the death of the launcher that started it.
+"""How a process ends before its work does: by SIGTERM, which the death of its launcher sends too, or SIGINT.
 
 The first signal raises Interrupted in the main thread, wherever that is (it may be waiting for the store);
 what is open is then closed on the way out. Launchers kill 30 s after they ask, so a process that has not
@@ -7,7 +7,6 @@ managed within its grace time ends by force, and says what it may leave behind.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -15,10 +14,6 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-logger = logging.getLogger(__name__)
-
-PARENT_POLL_S = 0.5
-LAUNCHER_SIGNS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun and accelerate
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,18 +25,12 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
 
-def was_launched() -> bool:
-    """Whether accelerate or torchrun started this process."""
-    return any(name in os.environ for name in LAUNCHER_SIGNS)
-
-
 class Lifetime:
-    """Context manager of the main thread: signals and a dead parent raise Interrupted inside it, once."""
+    """Context manager of the main thread: a signal raises Interrupted inside it, once."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._deadline: float | None = None  # on the monotonic clock, once a signal came
-        self._parent = os.getppid()
         self._before: dict[int, object] = {}
         self._closed = threading.Event()
 
@@ -51,8 +40,6 @@ class Lifetime:
 
     def __enter__(self) -> Lifetime:
         self._before = {number: signal.signal(number, self._stop) for number in SIGNALS}
-        if was_launched():  # a shell that started this may well end before it does
-            threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
         return self
 
     def __exit__(
@@ -79,10 +66,3 @@ class Lifetime:
                 flush=True,
             )
             os._exit(128 + number)
-
-    def _watch_parent(self) -> None:
-        while not self._closed.wait(PARENT_POLL_S):
-            if os.getppid() != self._parent:
-                logger.error("the process that started this one has died: stopping")
-                os.kill(os.getpid(), signal.SIGTERM)
-                return

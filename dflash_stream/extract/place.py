@@ -6,13 +6,12 @@ Extraction makes no process group: the processes share work through the store al
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from dflash_stream.errors import UserError
-from dflash_stream.extract.lifetime import was_launched
+from dflash_stream.launched import cpu_threads, number
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Place:
 
 def take_place() -> Place:
     """Read what the launcher says, choose the device, and on CPU share the cores of this machine."""
-    rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
+    local_rank = number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -38,21 +37,5 @@ def take_place() -> Place:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(cpu_threads(len(os.sched_getaffinity(0)), _number("LOCAL_WORLD_SIZE", 1)))
-    return Place(rank, _number("WORLD_SIZE", 1), device)
-
-
-def cpu_threads(cores: int, processes: int) -> int:
-    """Compute threads of one process. OMP_NUM_THREADS decides where a person has set it.
-
-    accelerate and torchrun set it to 1 by themselves, so a 1 under a launcher says nothing.
-    """
-    given = _number("OMP_NUM_THREADS", 0)
-    if given > 0 and not (given == 1 and was_launched()):
-        return given
-    return max(1, cores // processes)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
+        torch.set_num_threads(cpu_threads())
+    return Place(number("RANK", 0), number("WORLD_SIZE", 1), device)

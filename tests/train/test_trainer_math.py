@@ -21,7 +21,7 @@ from train.drafter import Drafter
 from train.learner import Learner
 from train.optimizer import Accumulator, Optimizer, Sums, learning_rate
 from train.plan import count_steps, make_plan
-from train.ranks import Ranks, cpu_threads
+from train.ranks import Ranks
 from train.validate import validate
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -149,23 +149,6 @@ def test_number_of_steps_is_off(
 def test_training_of_no_step_ends_as_if_it_had_trained() -> None:
     with pytest.raises(UserError, match=r"lower train\.batch_samples"):
         count_steps(10, TrainSettings(epochs=1.0, batch_samples=11))
-
-
-@pytest.mark.parametrize(
-    ("given", "launched", "local_world", "expected"),
-    [
-        ("", False, 1, 8),
-        ("1", False, 1, 1),
-        ("1", True, 1, 8),
-        ("1", True, 4, 2),
-        ("3", True, 4, 3),
-        ("", False, 16, 1),
-    ],
-)
-def test_launcher_default_of_one_thread_slows_training(
-    given: str, launched: bool, local_world: int, expected: int
-) -> None:
-    assert cpu_threads(given, launched=launched, cores=8, local_world=local_world) == expected
 
 
 def test_validation_counts_other_samples_than_it_was_given(
