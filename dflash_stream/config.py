@@ -237,16 +237,16 @@ def _type_name(annotation: Any) -> str:
     return str(getattr(annotation, "__name__", annotation)).upper()
 
 
-def describe_settings(sections: tuple[str, ...]) -> str:
-    """The help text: every setting of the sections with its type, unit and default."""
+def describe_settings(first: tuple[str, ...]) -> str:
+    """The help text: every setting with its type, unit and default; the sections that a command reads come first."""
     lines = []
     current = ""
-    for dotted, field in known_settings().items():
+    ordered = sorted(known_settings().items(), key=lambda item: item[0].split(".")[0] not in first)
+    for dotted, field in ordered:
         section = dotted.split(".")[0]
-        if section not in sections:
-            continue
         if section != current:
-            lines += ["", f"{section}:"]
+            note = "" if section in first else "  (read by other commands, from the same YAML)"
+            lines += ["", f"{section}:{note}"]
             current = section
         unit = (field.json_schema_extra or {}).get("unit", "")
         default = field.default
@@ -335,7 +335,7 @@ def load(
 ) -> tuple[Config, argparse.Namespace]:
     """Read a command line into (settings, the other arguments of `parser`).
 
-    `sections` are those that --help shows; a YAML may hold all of them, since one file serves every phase.
+    `sections` are those that the command reads, and --help shows first: one YAML serves every phase.
     Raises UserError for anything unknown or invalid.
     """
     parser = parser or argparse.ArgumentParser(

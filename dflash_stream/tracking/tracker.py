@@ -87,7 +87,7 @@ class _Wandb:
                 ),
             )
             self._run.define_metric("*", step_metric="step")
-            self.where = self._run.url or str(Path(self._run.dir).parent)
+            self.where = str(Path(self._run.dir).parent) if self._run.offline else str(self._run.url or "")
         except Exception as error:
             self._fail("start", error)
 
