@@ -2,15 +2,13 @@
 
 head/head.safetensors holds the embedding, the final norm and lm_head (absent when tied) in the dtype of the
 checkpoint; head/config.json and the tokenizer's files lie beside it. Written by `prepare`, which reads just
-these tensors from the checkpoint; read by ranges, straight to where they are used.
+these tensors from the checkpoint; read by ranges, tensor by tensor, to where they are used.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,9 @@ from dflash_stream import layout
 from dflash_stream.config import StoreSettings, TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.hub import StoredWeight, Weights, explained, open_files, read_tokenizer
-from dflash_stream.store import NotFound, Store
+from dflash_stream.store import NotFound, Store, Uploader
 from dflash_stream.target.identity import read_config
+from dflash_stream.tensorfile import header, objects
 
 WEIGHTS = layout.HEAD + "head.safetensors"
 CONFIG = layout.HEAD + "config.json"
@@ -40,9 +39,7 @@ LM_HEADS = (
     "model.lm_head.weight",
     "model.language_model.lm_head.weight",
 )
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-READ_BYTES = 32 << 20  # of a ranged read while loading
-READ_THREADS = 8
+DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,10 @@ def _check(found: dict[str, StoredWeight], text: Any, where: str) -> None:
                 f"{where}: {weight.name} is stored as {weight.dtype}, expected {', '.join(DTYPES)}: "
                 "take the version of the model whose embedding is not quantised"
             )
+        if weight.end - weight.start != math.prod(weight.shape) * header.ITEM_BYTES[weight.dtype]:
+            raise UserError(
+                f"{where}/{weight.file} is damaged: the bytes of {weight.name} do not fit its shape"
+            )
     if vocab < text.vocab_size:
         raise UserError(f"{where}: the embedding has {vocab} rows, the config says {text.vocab_size}")
 
@@ -146,40 +147,14 @@ def _upload(
     found: dict[str, StoredWeight],
     metadata: dict[str, str],
 ) -> None:
-    from dflash_stream.store.upload import Uploader
-
-    header = safetensors_header(found, metadata)
-    size = len(header) + sum(weight.end - weight.start for weight in found.values())
-    with Uploader(store, settings) as uploader:
-        upload = uploader.open(WEIGHTS, size_hint=size)
-        try:
-            upload.write(header)
-            for weight in found.values():
-                for piece in weights.read(weight):
-                    upload.write(piece)
-        except BaseException:
-            upload.abort()
-            raise
+    start = header.build(((name, w.dtype, w.shape) for name, w in found.items()), metadata)
+    size = len(start) + sum(weight.end - weight.start for weight in found.values())
+    with Uploader(store, settings) as uploader, uploader.open(WEIGHTS, size_hint=size) as upload:
+        upload.write(start)
+        for weight in found.values():
+            for piece in weights.read(weight):
+                upload.write(piece)
         upload.finish().result()
-
-
-def safetensors_header(weights: dict[str, StoredWeight], metadata: dict[str, str]) -> bytes:
-    """The length and header of a safetensors file that holds these tensors one after the other, padded to 8
-    bytes.
-    """
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name, weight in weights.items():
-        size = weight.end - weight.start
-        entries[name] = {
-            "dtype": weight.dtype,
-            "shape": list(weight.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_tokenizer(store: Store, target: TargetSettings) -> None:
@@ -196,64 +171,29 @@ def _write_tokenizer(store: Store, target: TargetSettings) -> None:
 
 
 def load_head(store: Store, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Head:
-    """The head from the store, read in ranges of 32 MiB that go to the device one by one.
+    """The head from the store; each tensor goes to the device when it is whole.
 
     dtype: None keeps that of the checkpoint. UserError when the run has no head or it is damaged.
     """
-    info = _find(store)
-    begin, header = _read_header(store, info.etag)
-    metadata = header.pop("__metadata__", {})
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if {"embed_tokens.weight", "norm.weight"} - header.keys() or begin + end != info.size_bytes:
-        raise UserError(f"{store.url}/{WEIGHTS} is damaged: prepare the run anew, in another store.url")
-    tensors = {}
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        for name, entry in header.items():
-            stored = DTYPES[entry["dtype"]]
-            tensor = torch.empty(entry["shape"], dtype=dtype or stored, device=device)
-            flat = tensor.view(-1)
-            offset = begin + entry["data_offsets"][0]
-            pieces = [
-                pool.submit(_read_piece, store, info.etag, offset, flat, first, count, stored)
-                for first, count in _pieces(flat.numel(), READ_BYTES // stored.itemsize)
-            ]
-            for piece in pieces:
-                piece.result()
-            tensors[name] = tensor
-    embedding = tensors["embed_tokens.weight"]
-    return Head(
-        embedding, tensors.get("lm_head.weight", embedding), tensors["norm.weight"], int(metadata["num_layers"])
-    )
-
-
-def _find(store: Store) -> Any:
     try:
-        return store.head(WEIGHTS)
+        found = objects.find(store, WEIGHTS)
     except NotFound:
         raise UserError(
             f"{store.url} has no {WEIGHTS}: prepare writes it; run dflash-stream prepare with the same settings"
         ) from None
-
-
-def _read_header(store: Store, etag: str) -> tuple[int, dict[str, Any]]:
-    size = int.from_bytes(store.get_range(WEIGHTS, 0, 8, etag=etag), "little")
-    header: dict[str, Any] = json.loads(store.get_range(WEIGHTS, 8, size, etag=etag))
-    return 8 + size, header
-
-
-def _pieces(total: int, at_most: int) -> Iterator[tuple[int, int]]:
-    """(first, count) pairs that cover 0..total."""
-    for first in range(0, total, at_most):
-        yield first, min(at_most, total - first)
-
-
-def _read_piece(
-    store: Store, etag: str, offset: int, flat: torch.Tensor, first: int, count: int, stored: torch.dtype
-) -> None:
-    """Values first .. first+count of a tensor whose bytes begin at `offset`, into its flat view."""
-    buffer = bytearray(count * stored.itemsize)
-    store.read_into(WEIGHTS, offset + first * stored.itemsize, memoryview(buffer), etag=etag)
-    flat[first : first + count].copy_(torch.frombuffer(buffer, dtype=stored))
+    names = {entry.name for entry in found.tensors}
+    if not names >= {"embed_tokens.weight", "norm.weight"} or "num_layers" not in found.metadata:
+        raise UserError(f"{found.where} is not a head: prepare the run anew, in another store.url")
+    tensors = {
+        name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in objects.read(found)
+    }
+    embedding = tensors["embed_tokens.weight"]
+    return Head(
+        embedding,
+        tensors.get("lm_head.weight", embedding),
+        tensors["norm.weight"],
+        int(found.metadata["num_layers"]),
+    )
 
 
 def load_tokenizer(store: Store) -> Any:

@@ -27,7 +27,8 @@ from dflash_stream import layout
 from dflash_stream.errors import UserError
 from dflash_stream.store import NotFound, PreconditionFailed, Store, Uploader, crc32c
 from dflash_stream.store.upload import ObjectUpload
-from train import tensorfile
+from dflash_stream.tensorfile import objects
+from dflash_stream.tensorfile.pieces import pieces, total_bytes
 
 OWNER_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -331,9 +332,9 @@ class Publisher:
         uploads: list[ObjectUpload] = []
         try:
             for name, tensors in ((MODEL, snapshot.model), (OPTIMIZER, snapshot.optimizer)):
-                upload = self._uploader.open(prefix + name, size_hint=tensorfile.total_bytes(tensors))
+                upload = self._uploader.open(prefix + name, size_hint=total_bytes(tensors))
                 uploads.append(upload)
-                checksum = tensorfile.write(upload, tensors)
+                checksum = objects.send(upload, pieces(tensors))
                 files[name] = FileRecord(size=upload.position, crc32c=checksum)
             body = snapshot.state.model_dump_json(indent=1).encode()
             self._ownership.store.put(prefix + STATE, body)
@@ -374,8 +375,12 @@ def load_tensors(
     key = checkpoint.prefix + file
     expected = checkpoint.files[file]
     missing = set(destinations)
+    try:
+        found = objects.find(store, key, size_bytes=expected.size)
+    except NotFound:
+        raise UserError(f"{store.url}/{key} is missing: it was deleted or damaged from outside") from None
     with torch.no_grad():
-        for name, tensor in tensorfile.read(store, key, expected.size, expected.crc32c):
+        for name, tensor in objects.read(found, checksum=expected.crc32c):
             destination = destinations.get(name)
             if destination is None or destination.shape != tensor.shape:
                 mine = "none" if destination is None else list(destination.shape)

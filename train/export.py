@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.store import Store, Uploader, crc32c, open_store
-from train import tensorfile
+from dflash_stream.tensorfile import objects
+from dflash_stream.tensorfile.pieces import pieces, total_bytes
 from train.checkpoint import MODEL, CheckpointRecord, TrainState, load_tensors, newest_checkpoint, read_state
 from train.drafter import Drafter, DrafterConfig
 
@@ -97,7 +98,7 @@ def provenance(
     """What a served drafter can be traced by: identity of the run, step and settings of the training,
     checksum."""
     checksum = 0
-    for piece in pieces(weights):
+    for piece in pieces(weights, METADATA):
         checksum = crc32c(piece, checksum)
     return {
         "made_by": f"dflash-stream {__version__}",
@@ -116,19 +117,13 @@ def provenance(
     }
 
 
-def pieces(weights: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of model.safetensors: its header, then each tensor, without a copy."""
-    yield tensorfile.build_header(weights, METADATA)
-    yield from map(tensorfile.bytes_of, weights.values())
-
-
 def write_directory(directory: Path, weights: Mapping[str, Tensor], texts: Mapping[str, bytes]) -> None:
     """Write an export, each file whole or not at all, and read it back. UserError when that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG).unlink(missing_ok=True)
-        files: dict[str, Iterator[bytes | memoryview]] = {WEIGHTS: pieces(weights)}
-        for name, contents in (files | {name: iter([text]) for name, text in texts.items()}).items():
+        files: dict[str, Iterable[bytes | memoryview]] = {WEIGHTS: pieces(weights, METADATA)}
+        for name, contents in (files | {name: [text] for name, text in texts.items()}).items():
             partial = directory / f".{name}.partial"
             with partial.open("wb") as file:
                 for piece in contents:
@@ -149,17 +144,11 @@ def _upload(
     """Write an export into the store, and read the weights back with their checksum compared."""
     store.delete([layout.exported(name, CONFIG)])
     key = layout.exported(name, WEIGHTS)
-    size, checksum = 0, 0
-    upload = uploader.open(key, size_hint=tensorfile.total_bytes(weights))
-    try:
-        for piece in pieces(weights):
-            upload.write(piece)
-            size, checksum = size + len(piece), crc32c(piece, checksum)
-    except BaseException:
-        upload.abort()
-        raise
-    upload.finish().result()
-    deque(tensorfile.read(store, key, size, checksum), maxlen=0)  # raises unless every byte is as sent
+    with uploader.open(key, size_hint=total_bytes(weights, METADATA)) as upload:
+        checksum = objects.send(upload, pieces(weights, METADATA))
+        upload.finish().result()
+    written = objects.find(store, key, size_bytes=upload.position)
+    deque(objects.read(written, checksum=checksum), maxlen=0)  # raises unless every byte is as sent
     for file, text in texts.items():
         store.put(layout.exported(name, file), text)
 

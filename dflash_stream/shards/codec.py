@@ -23,6 +23,8 @@ from dflash_stream.errors import UserError
 from dflash_stream.shards import payload as layout
 from dflash_stream.shards.payload import StoredTensor
 from dflash_stream.shards.tensors import RULES, SampleError, check
+from dflash_stream.tensorfile.header import ITEM_BYTES
+from dflash_stream.tensorfile.pieces import DTYPES, NAMES, bytes_of
 
 FORMAT = "dflash-stream.1"
 ZSTD_LEVEL = 1  # level 3 is slower and, on hidden states, no smaller
@@ -30,14 +32,6 @@ CHUNK_VALUES = 1 << 20  # values in a zstd frame: 1 MiB of exponent bytes, which
 FP8_MAX = 448.0  # the largest e4m3 value
 FP8_MIN_SCALE = 2.0**-126  # the smallest normal fp32: below it x / scale would overflow
 FP8_ROWS = 256  # rows of H values converted at a time, so that fp32 temporaries stay in cache
-_DTYPE_NAMES = {
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def require(codec: str) -> None:
@@ -106,10 +100,8 @@ def raw_payload_bytes(tokens: int, num_layers: int, hidden_size: int, final_stat
     """The exact size of the payload of a training sample under codec bf16; under the others it is smaller."""
     sizes = {"T": tokens, "K": num_layers, "H": hidden_size}
     names = ["input_ids", "hidden_states", *(["final_state"] if final_state else []), "loss_mask"]
-    specs = [
-        (n, _DTYPE_NAMES[RULES[n].dtype], tuple(sizes[letter] for letter in RULES[n].shape)) for n in names
-    ]
-    body = sum(int(np.prod(shape, dtype=np.int64)) * layout.ITEM_BYTES[dtype] for _, dtype, shape in specs)
+    specs = [(n, NAMES[RULES[n].dtype], tuple(sizes[letter] for letter in RULES[n].shape)) for n in names]
+    body = sum(int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype] for _, dtype, shape in specs)
     return len(layout.header(_metadata("bf16"), specs)) + body
 
 
@@ -120,18 +112,13 @@ def _metadata(codec: str) -> dict[str, str]:
 # --- as it is
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, little-endian, without a copy when it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _store_raw(name: str, tensor: torch.Tensor, where: str) -> list[StoredTensor]:
-    return [StoredTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), _bytes_of(tensor))]
+    return [StoredTensor(name, NAMES[tensor.dtype], tuple(tensor.shape), bytes_of(tensor))]
 
 
 def _load_raw(parts: list[StoredTensor], where: str) -> torch.Tensor:
     (stored,) = parts
-    dtype = _DTYPES[stored.dtype]
+    dtype = DTYPES[stored.dtype]
     if not stored.data.nbytes:
         return torch.empty(stored.shape, dtype=dtype)
     return torch.frombuffer(stored.data, dtype=dtype).reshape(stored.shape)
@@ -155,7 +142,7 @@ def _zstandard() -> ModuleType:
 def _store_bf16z(name: str, tensor: torch.Tensor, where: str) -> list[StoredTensor]:
     """NAME.low: low bytes; NAME.high: zstd frames of the high bytes; NAME.high_sizes: bytes of each frame."""
     compressor = _zstandard().ZstdCompressor(level=ZSTD_LEVEL)
-    values = np.frombuffer(_bytes_of(tensor), np.uint16)
+    values = np.frombuffer(bytes_of(tensor), np.uint16)
     low = np.empty(values.size, np.uint8)
     frames = []
     for start in range(0, values.size, CHUNK_VALUES):
@@ -218,8 +205,8 @@ def _store_fp8(name: str, tensor: torch.Tensor, where: str) -> list[StoredTensor
         values[start : start + FP8_ROWS] = chunk.div_(scale[:, None]).to(torch.float8_e4m3fn)
         scales[start : start + FP8_ROWS] = scale
     return [
-        StoredTensor(name, "F8_E4M3", tuple(tensor.shape), _bytes_of(values)),
-        StoredTensor(f"{name}.scale", "F32", tuple(tensor.shape[:-1]), _bytes_of(scales)),
+        StoredTensor(name, "F8_E4M3", tuple(tensor.shape), bytes_of(values)),
+        StoredTensor(f"{name}.scale", "F32", tuple(tensor.shape[:-1]), bytes_of(scales)),
     ]
 
 

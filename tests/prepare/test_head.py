@@ -14,6 +14,7 @@ from dflash_stream import config, head, hub
 from dflash_stream.errors import UserError
 from dflash_stream.head import load_head, load_tokenizer, write_head
 from dflash_stream.store import Store, open_store
+from dflash_stream.tensorfile import objects
 from tests.tiny_targets import save_tiny
 
 
@@ -28,7 +29,7 @@ def copy_head(target: Path, directory: Path) -> Store:
 def test_the_head_is_the_models_own(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(head, "READ_BYTES", 1000)  # several ranges a tensor, none of them whole rows
+    monkeypatch.setattr(objects, "RANGE_BYTES", 1000)  # several ranges a tensor, none of them whole rows
     monkeypatch.setattr(hub, "CHUNK_BYTES", 700)
     target = save_tiny(family, tmp_path / "target", layers=4)
     model: Any = AutoModelForCausalLM.from_pretrained(target)

@@ -14,7 +14,7 @@ from dflash_stream import layout
 from dflash_stream.config import StoreSettings
 from dflash_stream.errors import UserError
 from dflash_stream.store import ObjectUpload, Store, StoreError, Uploader, open_store
-from train import checkpoint, tensorfile
+from train import checkpoint
 from train.checkpoint import (
     MODEL,
     OPTIMIZER,
@@ -246,18 +246,3 @@ def test_training_changes_a_checkpoint_that_is_on_its_way() -> None:
     for tensor in live.values():
         tensor += 1
     assert all(not tensor.any() and tensor.is_contiguous() for tensor in copy.values())
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"[]",
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',  # bytes do not fit the shape
-        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',  # a gap
-        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',  # the file is longer
-        b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}',
-    ],
-)
-def test_nonsense_header_is_trusted(header: bytes) -> None:
-    with pytest.raises(UserError, match="somewhere"):
-        tensorfile.parse_header(header, 8 + len(header) + 8, "somewhere")

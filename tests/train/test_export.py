@@ -17,9 +17,9 @@ from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.store import crc32c, open_store
+from dflash_stream.tensorfile import pieces
 from tests.train.tiny_pair import drafter_config
 from tests.train.tiny_run import make_run, settings
-from train import tensorfile
 from train.checkpoint import MODEL, load_tensors, newest_checkpoint
 from train.drafter import Drafter
 from train.export import export, load_export, shapes, write_directory
@@ -129,7 +129,7 @@ def test_interrupted_export_cannot_be_loaded(
     def broken(tensor: torch.Tensor) -> memoryview:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tensorfile, "bytes_of", broken)
+    monkeypatch.setattr(pieces, "bytes_of", broken)
     weights, text = load_file(directory / "model.safetensors"), (directory / "config.json").read_bytes()
     with pytest.raises(KeyboardInterrupt):
         write_directory(tmp_path / "out", weights, {"config.json": text})
