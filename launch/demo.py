@@ -132,6 +132,7 @@ def pipeline(server: S3Server, commands: Commands) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     ensure(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
