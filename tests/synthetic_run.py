@@ -5,31 +5,19 @@ Every value of a sample follows from its row, so a test can tell what it was giv
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from dflash_stream import layout
 from dflash_stream.config import StoreSettings
 from dflash_stream.hashing import mix64
-from dflash_stream.run import (
-    FORMAT_VERSION,
-    LAYER_CONVENTION,
-    SAMPLES_SCHEMA,
-    Identity,
-    Run,
-    TargetIdentity,
-    TextIdentity,
-    ValidationRule,
-)
+from dflash_stream.run import SAMPLES_SCHEMA, Run, TargetIdentity
 from dflash_stream.shards.writer import ShardWriter
 from dflash_stream.store import Store, Uploader
+from tests.published_run import publish
 
 
 def sample_tensors(
@@ -82,48 +70,16 @@ def prepare_run(
         },
         schema=SAMPLES_SCHEMA,
     )
-    body = io.BytesIO()
-    pq.write_table(table, body)
-    store.put(layout.SAMPLES, body.getvalue())
-    identity = Identity(
-        format=FORMAT_VERSION,
-        target=TargetIdentity(
-            id="synthetic",
-            revision=None,
-            architecture="none",
-            config_sha256="",
-            num_layers=layers + 1,
-            hidden_size=hidden,
-            vocab_size=64,
-        ),
-        text=TextIdentity(
-            tokenizer_sha256=None,
-            chat_template_sha256=None,
-            thinking=None,
-            template_kwargs={},
-            turns="all",
-            truncation="right",
-            max_tokens=tokens[1],
-        ),
-        layers=list(range(layers)),
-        layer_convention=LAYER_CONVENTION,
-        dtype="bfloat16",
-        codec=codec,
-        final_state="none",
-        tensors={},
-        samples_sha256=hashlib.sha256(body.getvalue()).hexdigest(),
-        samples=rows,
-        tokens=int(counts.sum()),
-        units=units,
-        unit_bytes=1 << 20,
-        seed=0,
-        validation=ValidationRule(
-            rule="first", units=validation_units, samples=validation_units * each, new_tokens=1
-        ),
+    target = TargetIdentity(
+        id="synthetic",
+        revision=None,
+        architecture="none",
+        config_sha256="",
+        num_layers=layers + 1,
+        hidden_size=hidden,
+        vocab_size=64,
     )
-    run = Run(store, identity)
-    run.publish()
-    return run
+    return publish(store, table, target, list(range(layers)), new_tokens=1, codec=codec)
 
 
 def extract_run(

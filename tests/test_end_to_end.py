@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,9 @@ from dflash_stream.shards.index import read_record
 from dflash_stream.shards.webdataset import decode_sample, register_s3, shard_urls
 from dflash_stream.store import open_store
 from launch.s3_server import S3Server
+from tests.commands import finish, start
 from tests.store.fault_proxy import FaultProxy, Forward, Reply, Request
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = "end-to-end"
 SETTINGS = (
     "--config", "configs/smollm2-135m.yaml",
@@ -69,21 +68,6 @@ class Finished:
         """Every object of the run with its etag, but for the signs of life."""
         listed = self.run.store.list("")
         return {info.key: info.etag for info in listed if not info.key.startswith(layout.STATUS)}
-
-
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
-    """A command from the repository root, in a process group of its own."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], status: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == status, output[-6000:]
-    return output
 
 
 def report(output: str) -> Any:

@@ -23,6 +23,7 @@ _EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 16, "norm_topk_prob": True,
 }  # fmt: skip
 _SIGHT: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+_QWEN_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 
 
 def _text(family: str, layers: int) -> dict[str, Any]:
@@ -52,13 +53,7 @@ def _build(family: str, layers: int) -> Any:
     if family == "qwen3_5":
         return t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**text))
     if family == "qwen3_5_wrapper":
-        vision = {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "depth": layers,
-            "out_hidden_size": 32,
-        }
+        vision = {**_QWEN_SIGHT, "depth": layers}
         return t.Qwen3_5ForConditionalGeneration(t.Qwen3_5Config(text_config=text, vision_config=vision))
     if family == "mistral":
         return t.MistralForCausalLM(t.MistralConfig(**text, sliding_window=None))
@@ -71,13 +66,7 @@ def _build(family: str, layers: int) -> Any:
     if family == "qwen3_next":
         return t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**text, **_EXPERTS, **_HYBRID))
     if family == "qwen3_5_moe_wrapper":
-        vision = {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "depth": layers,
-            "out_hidden_size": 32,
-        }
+        vision = {**_QWEN_SIGHT, "depth": layers}
         moe = t.Qwen3_5MoeConfig(text_config={**text, **_EXPERTS}, vision_config=vision)
         return t.Qwen3_5MoeForConditionalGeneration(moe)
     if family == "gpt_oss":  # not cut short on loading: stands for the families that are not known to allow it

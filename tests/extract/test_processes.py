@@ -17,30 +17,19 @@ from typing import Any
 from dflash_stream import layout
 from dflash_stream.run import Run
 from dflash_stream.shards.index import committed_units, load_index, read_record
+from tests.commands import ROOT, finish, start
 from tests.tiny_runs import publish_at
 
-ROOT = Path(__file__).resolve().parents[2]
 TTL_S = 3.0
 
 
 def launch(url: str, processes: int) -> subprocess.Popen[str]:
-    """extract.py under accelerate, in a process group of its own."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """extract.py under accelerate."""
     several = ["--config_file", "launch/accelerate/cpu_2.yaml", "--num_processes", str(processes)]
-    return subprocess.Popen(
-        [
-            "accelerate", "launch", *(several if processes > 1 else []), "extract.py",
-            "--store.url", url, "--tracking.wandb", "false", "--extract.claim_ttl_s", str(TTL_S),
-        ],
-        cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    return start(
+        "accelerate", "launch", *(several if processes > 1 else []), "extract.py",
+        "--store.url", url, "--tracking.wandb", "false", "--extract.claim_ttl_s", str(TTL_S),
     )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], status: int = 0) -> str:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == status, output[-5000:]
-    return output
 
 
 def wait_for_units(run: Run, process: subprocess.Popen[str], count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import os
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from dflash_stream.store import Store, StoreError, open_store
 from dflash_stream.stream.ranges import cut, plan_reads
 from dflash_stream.stream.reader import SampleReader
 from dflash_stream.stream.sample import Sample
+from tests.shards.shard_stores import damage_in_place, local_settings
 from tests.stream.watched_store import WatchedStore, late
 from tests.synthetic_run import extract_run, prepare_run, sample_tensors
 
@@ -194,23 +194,21 @@ def test_looking_ahead_ends_where_nothing_is_to_be_read(
     assert next(asked) < 10_000
 
 
-def test_damage_in_the_store_is_named(tmp_path: Path) -> None:
-    """tar has no checksum over data: nobody else would notice."""
-    settings = StoreSettings(url=f"file://{tmp_path}", part_bytes=5 * MiB, pool_bytes=10 * MiB)
+def one_unit(directory: Path) -> tuple[Run, ShardIndex]:
+    """A small run of its own, to be spoiled."""
+    settings = local_settings(directory)
     run = prepare_run(open_store(settings), units=1, validation_units=0)
     extract_run(run, settings)
-    index = load_index(run.store, run, [0])
+    return run, load_index(run.store, run, [0])
+
+
+def test_damage_in_the_store_is_named(tmp_path: Path) -> None:
+    """tar has no checksum over data: nobody else would notice."""
+    run, index = one_unit(tmp_path)
     where = index.locate(3)
     assert where is not None
-    path = tmp_path / where.object
-    path.chmod(0o600)
-    status = path.stat()
-    with path.open("r+b") as file:
-        file.seek(where.offset + where.size - 5)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 4]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    path, place = tmp_path / where.object, where.offset + where.size - 5
+    damage_in_place(path, place, bytes([path.read_bytes()[place] ^ 4]))
     engine = SampleReader(run.store, run, index, StreamSettings())
     samples = engine.read(requests(range(6)))
     assert [sample.row for sample in itertools.islice(samples, 3) if sample] == [0, 1, 2]
@@ -239,10 +237,7 @@ def test_damage_on_the_way_is_mended_by_reading_again(
 
 
 def test_a_replaced_shard_is_refused_with_advice(tmp_path: Path) -> None:
-    settings = StoreSettings(url=f"file://{tmp_path}", part_bytes=5 * MiB, pool_bytes=10 * MiB)
-    run = prepare_run(open_store(settings), units=1, validation_units=0)
-    extract_run(run, settings)
-    index = load_index(run.store, run, [0])
+    run, index = one_unit(tmp_path)
     where = index.locate(0)
     assert where is not None
     run.store.put(where.object, run.store.get(where.object)[0])
@@ -297,7 +292,7 @@ def test_fifty_short_epochs_leave_no_threads_and_no_buffers(
         buffers.append(weakref.ref(buffer.obj))
 
     watched.meddle = note
-    threads_before, files_before = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    threads_before, files_before = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
     for epoch in range(50):
         samples = engine.read(requests(scattered()))
         if epoch % 3 == 0:
@@ -309,7 +304,7 @@ def test_fifty_short_epochs_leave_no_threads_and_no_buffers(
                 fail(samples)
         del samples
     gc.collect()
-    assert threading.active_count() == threads_before
+    assert set(threading.enumerate()) <= threads_before
     assert len(list(Path("/proc/self/fd").iterdir())) <= files_before
     assert engine.counters.prefetched_bytes == 0
     assert buffers

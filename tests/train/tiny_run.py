@@ -8,34 +8,22 @@ records, the target's head.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
 
 from dflash_stream import layout
 from dflash_stream.config import Config, build
 from dflash_stream.hashing import token_hash
-from dflash_stream.run import (
-    FORMAT_VERSION,
-    LAYER_CONVENTION,
-    SAMPLES_SCHEMA,
-    UNIT_SCHEMA,
-    Identity,
-    Run,
-    TargetIdentity,
-    TextIdentity,
-    ValidationRule,
-)
+from dflash_stream.run import SAMPLES_SCHEMA, Run, TargetIdentity
 from dflash_stream.shards.writer import ShardWriter
 from dflash_stream.store import Store, Uploader, open_store
+from tests.published_run import publish, put_unit
 
 HIDDEN, VOCABULARY, CYCLE, TAPS, LAYERS = 32, 96, 24, [1, 3], 6
 MASK = VOCABULARY - 1
@@ -85,10 +73,9 @@ def make_run(
         )
         ids = (rng.integers(CYCLE) + np.arange(rng.integers(8, 41))) % CYCLE + FIRST
         samples.append((f"{row:08d}-tiny", unit, "validation" if held_out else "train", ids.astype(np.int32)))
-    run = Run(store, _identity(store, samples, validation, codec))
     _write_units(store, samples)
     _write_head(store)
-    run.publish()
+    run = _publish(store, samples, codec)
     with Uploader(store, config.store) as uploader:
         for unit in range(run.identity.units):
             with ShardWriter(uploader, store, run.identity, unit, made_with={}) as writer:
@@ -125,7 +112,7 @@ def _states(ids: np.ndarray) -> torch.Tensor:
     return table[torch.from_numpy(ids).long()].to(torch.bfloat16)
 
 
-def _identity(store: Store, samples: list[Any], validation: int, codec: str) -> Identity:
+def _publish(store: Store, samples: list[Any], codec: str) -> Run:
     columns = {
         "key": [key for key, *_ in samples],
         "source": ["tiny.jsonl"] * len(samples),
@@ -136,50 +123,21 @@ def _identity(store: Store, samples: list[Any], validation: int, codec: str) -> 
         "split": [split for _, _, split, _ in samples],
         "token_hash": [token_hash(ids) for *_, ids in samples],
     }
-    body = _parquet(pa.table(columns, schema=SAMPLES_SCHEMA))
-    store.put(layout.SAMPLES, body)
-    units = {split: {unit for _, unit, of, _ in samples if of == split} for split in ("train", "validation")}
-    return Identity(
-        format=FORMAT_VERSION,
-        target=TargetIdentity(
-            id="tiny", revision=None, architecture="Tiny", config_sha256="0" * 64, num_layers=LAYERS,
-            hidden_size=HIDDEN, vocab_size=VOCABULARY,
-        ),
-        text=TextIdentity(
-            tokenizer_sha256=None, chat_template_sha256=None, thinking=None, template_kwargs={}, turns="all",
-            truncation="right", max_tokens=64,
-        ),
-        layers=TAPS,
-        layer_convention=LAYER_CONVENTION,
-        dtype="bfloat16",
-        codec=codec,  # type: ignore[arg-type]
-        final_state="none",
-        tensors={
-            "hidden_states": {"shape": f"[T, {len(TAPS)}, {HIDDEN}]", "dtype": "bf16"},
-            "input_ids": {"shape": "[T]", "dtype": "int32"},
-            "loss_mask": {"shape": "[T]", "dtype": "uint8"},
-        },
-        samples_sha256=hashlib.sha256(body).hexdigest(),
-        samples=len(samples),
-        tokens=sum(len(ids) for *_, ids in samples),
-        units=len(units["train"] | units["validation"]),
-        unit_bytes=1 << 20,
-        seed=0,
-        validation=ValidationRule(
-            rule="first", units=len(units["validation"]), samples=validation, new_tokens=16
-        ),
+    target = TargetIdentity(
+        id="tiny", revision=None, architecture="Tiny", config_sha256="0" * 64, num_layers=LAYERS,
+        hidden_size=HIDDEN, vocab_size=VOCABULARY,
     )  # fmt: skip
+    return publish(store, pa.table(columns, schema=SAMPLES_SCHEMA), target, TAPS, new_tokens=16, codec=codec)
 
 
 def _write_units(store: Store, samples: list[Any]) -> None:
     for unit in sorted({unit for _, unit, *_ in samples}):
-        mine = [(key, ids) for key, of, _, ids in samples if of == unit]
-        columns = {
-            "key": [key for key, _ in mine],
-            "input_ids": [ids.tolist() for _, ids in mine],
-            "loss_mask": [[0, 0] + [1] * (len(ids) - 2) for _, ids in mine],
-        }
-        store.put(layout.unit_tokens(unit), _parquet(pa.table(columns, schema=UNIT_SCHEMA)))
+        mine = [
+            {"key": key, "input_ids": ids.tolist(), "loss_mask": [0, 0] + [1] * (len(ids) - 2)}
+            for key, of, _, ids in samples
+            if of == unit
+        ]
+        put_unit(store, unit, mine)
 
 
 def _write_head(store: Store) -> None:
@@ -195,9 +153,3 @@ def _write_head(store: Store) -> None:
         "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "tie_word_embeddings": False,
     }  # fmt: skip
     store.put(f"{layout.HEAD}config.json", json.dumps(config).encode())
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    return sink.getvalue()
