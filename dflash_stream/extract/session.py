@@ -19,7 +19,7 @@ from dflash_stream.extract.settings import check_settings, check_target, target_
 from dflash_stream.extract.worker import ExtractSummary, Worker
 from dflash_stream.run import Identity, Run
 from dflash_stream.shards.codec import require
-from dflash_stream.shards.index import committed_units
+from dflash_stream.shards.index import build_blocks, committed_units
 from dflash_stream.store import Store, open_store
 from dflash_stream.store.upload import Uploader
 from dflash_stream.target.load import Target, load_target
@@ -88,6 +88,8 @@ def _work(config: Config, run: Run, target: Target, place: Place, lifetime: Life
     state = "failed"
     try:
         worker.work()
+        if place.rank == 0:
+            _gather(run)
         state = "finished"
     except Interrupted as stop:
         state = "stopped"
@@ -106,6 +108,15 @@ def _work(config: Config, run: Run, target: Target, place: Place, lifetime: Life
         tracker.close(state)
     logger.info("extracted: %s", summary)
     return summary
+
+
+def _gather(run: Run) -> None:
+    """Gather the records in index blocks, now that all are there: a trainer then starts with a few reads."""
+    try:
+        built = build_blocks(run.store, run)
+        logger.info("gathered the index in %d blocks", len(built))
+    except Exception as error:  # the records stand for themselves
+        logger.warning("the index was not gathered, so training will start more slowly: %s", error)
 
 
 def _made_with(config: Config, identity: Identity, place: Place) -> dict[str, Any]:

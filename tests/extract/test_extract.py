@@ -20,6 +20,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.extract import Interrupted, extract, session, worker
 from dflash_stream.extract.claims import Claims
 from dflash_stream.run import Run
+from dflash_stream.shards import index as index_module
 from dflash_stream.shards.codec import decode
 from dflash_stream.shards.index import committed_units, load_index, read_record
 from dflash_stream.store import LocalStore, Store, StoreError, open_store
@@ -115,6 +116,34 @@ def test_a_finished_run_loads_the_model_again(
     assert extract(config_for(run.store.url)).shards == 0
     assert "all 4 units are extracted" in caplog.text
     assert {info.key: info.etag for info in run.store.list("")} == before
+
+
+def test_a_trainer_reads_a_record_for_every_unit(tiny_llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(index_module, "BLOCK_UNITS", 2)
+    run = publish_at(f"file://{tmp_path}/run", tiny_llama, units=5)
+    extract(config_for(run.store.url))
+    assert len(list(run.store.list(layout.BLOCKS))) == 3
+    monkeypatch.setattr(index_module, "read_record", lambda store, unit: pytest.fail(f"read record {unit}"))
+    index = load_index(run.store, run, range(4))
+    assert all(index.locate(row) for row in np.flatnonzero(run.samples.unit < 4).tolist())
+
+
+def test_an_index_that_cannot_be_gathered_fails_the_extraction(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    put = LocalStore.put
+
+    def refuse_blocks(self: LocalStore, key: str, body: bytes, **conditions: Any) -> str:
+        if key.startswith(layout.BLOCKS):
+            raise StoreError(f"writing {key}: the quota of this user is used up")
+        return put(self, key, body, **conditions)
+
+    monkeypatch.setattr(LocalStore, "put", refuse_blocks)
+    run = publish_at(f"file://{tmp_path}/run", tiny_llama)
+    assert extract(config_for(run.store.url)).shards == 4
+    assert "index was not gathered" in caplog.text
+    assert "quota" in caplog.text
+    assert_nothing_left(run.store)
 
 
 def test_committed_units_are_made_again(tiny_llama: Path, tmp_path: Path) -> None:
