@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from dflash_stream.errors import UserError
+from dflash_stream.errors import ToldElsewhere, UserError
 from dflash_stream.launched import end_with_launcher
 
 
@@ -27,6 +27,8 @@ def run(command: Callable[[], int | None]) -> None:
     end_with_launcher()
     try:
         status = command()
+    except ToldElsewhere:
+        status = 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = 1

@@ -27,6 +27,7 @@ class Plan:
     config: Config
     run: Run
     drafter: DrafterConfig
+    samples: int  # to train on
     total_steps: int
 
     @property
@@ -39,6 +40,15 @@ class Plan:
             f"drafter.{name}": value for name, value in self.drafter.model_dump(mode="json").items()
         }
 
+    def to_text(self, world: int, device: str) -> str:
+        """A few words for a terminal: what `world` processes on such devices are about to do."""
+        batch = self.config.train.batch_samples
+        return (
+            f"{self.run.store.url}: {world} {'process' if world == 1 else 'processes'} on {device}, "
+            f"{self.total_steps:,} steps of {batch:,} samples: "
+            f"{self.total_steps * batch / self.samples:.2f} epochs of {self.samples:,} samples"
+        )
+
 
 def make_plan(config: Config, run: Run) -> Plan:
     """UserError for settings that do not fit the run or each other."""
@@ -46,7 +56,8 @@ def make_plan(config: Config, run: Run) -> Plan:
     drafter = DrafterConfig.from_run(
         run.identity, config.drafter, tokenizer_size=len(load_tokenizer(run.store)) if unset else None
     )
-    return Plan(config, run, drafter, count_steps(int((~run.samples.validation).sum()), config.train))
+    samples = int((~run.samples.validation).sum())
+    return Plan(config, run, drafter, samples, count_steps(samples, config.train))
 
 
 def count_steps(num_samples: int, settings: TrainSettings) -> int:

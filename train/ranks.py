@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from dflash_stream.errors import UserError
+from dflash_stream.errors import ToldElsewhere, UserError
 from dflash_stream.launched import cpu_threads, number
 
 T = TypeVar("T")
@@ -63,8 +63,26 @@ class Ranks:
             raise failure
         made, message = outcome[0]
         if message is not None:
-            raise UserError(message)
+            raise ToldElsewhere(message)
         return made  # type: ignore[return-value]
+
+    def on_all(self, make: Callable[[], T]) -> T:
+        """What `make` returns, called on every rank. A UserError on one is raised on all: nobody waits in vain."""
+        if self.world == 1:
+            return make()
+        failure: UserError | None = None
+        try:
+            made = make()
+        except UserError as error:
+            failure = error
+        messages: list[str | None] = [None] * self.world
+        dist.all_gather_object(messages, None if failure is None else str(failure))
+        teller = next((rank for rank, message in enumerate(messages) if message is not None), None)
+        if teller is None:
+            return made
+        if failure is not None and (teller == self.rank or messages[teller] != str(failure)):
+            raise failure
+        raise ToldElsewhere(messages[teller])
 
     def leave(self) -> None:
         """End the group, so that no rank is left waiting for another one."""

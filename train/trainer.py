@@ -64,9 +64,8 @@ def train(config: Config) -> TrainSummary:
     """
     with StopSignals() as signals:
         ranks = join(patience_s=config.store.deadline_s + PATIENCE_S)
-        store = open_store(config.store)
-        run = Run.open(store)
-        plan = make_plan(config, run)
+        plan = ranks.on_all(lambda: make_plan(config, Run.open(open_store(config.store))))
+        run, store = plan.run, plan.run.store
         ownership = Ownership(store, config.train.name, run.identity.fingerprint, plan.fixed_settings)
         published = ranks.from_first(ownership.inspect)
         newest = published.newest if published else None
@@ -75,8 +74,9 @@ def train(config: Config) -> TrainSummary:
             summary = TrainSummary.of(state, newest)
             tell(ranks, f"already trained: {summary.to_text()}")
         else:
+            tell(ranks, plan.to_text(ranks.world, ranks.device.type))
             ranks.from_first(store.check)
-            training = Training(plan, ranks, signals, ownership)
+            training = ranks.on_all(lambda: Training(plan, ranks, signals, ownership))
             training.resume()
             summary = training.run()
             tell(ranks, summary.to_text())

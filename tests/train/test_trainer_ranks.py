@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from dflash_stream import layout
 from dflash_stream.store import Store, open_store
 from tests.train.tiny_run import make_run, settings
 from train import checkpoint
@@ -188,11 +189,23 @@ def test_death_of_the_launcher_leaves_its_ranks_behind(tmp_path: Path) -> None:
     assert checkpoint.newest_checkpoint(open_store(settings(url).store), "drafter").step >= 2
 
 
+def test_every_rank_repeats_the_same_message(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    make_run(url, train=8).store.delete([layout.record(1)])
+    process = entry(url, tmp_path, LAUNCH)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    assert output.count("not extracted yet") == 1, output
+
+
 def test_launched_ranks_are_killed_before_they_save(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     make_run(url, train=8)
     process = entry(url, tmp_path, LAUNCH, epochs=1e5)
-    list(lines_until(process, "step 2/"))
+    before = list(lines_until(process, "step 2/"))
+    assert [url in line for line in before if "2 processes on cpu" in line] == [True], (
+        "said once, with the store"
+    )
     began = time.monotonic()
     process.terminate()
     output = process.communicate(timeout=60)[0]
