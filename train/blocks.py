@@ -122,17 +122,3 @@ def collate(
         labels=labels,
         weights=valid * slot_weights(block_size, gamma),
     )
-
-
-def dummy(*, num_taps: int, hidden_size: int, block_size: int, mask_token_id: int) -> Blocks:
-    """A micro-batch without weight, for a process that has no samples left while others still work."""
-    sample = Sample(
-        key="",
-        row=-1,
-        epoch=0,
-        input_ids=torch.zeros(1, dtype=torch.int64),
-        loss_mask=torch.zeros(1, dtype=torch.bool),
-        hidden_states=torch.zeros(1, num_taps, hidden_size, dtype=torch.bfloat16),
-    )
-    nothing = np.zeros(0, dtype=np.int64)
-    return collate([sample], [nothing], block_size=block_size, mask_token_id=mask_token_id, gamma=1.0)

@@ -286,6 +286,8 @@ class Worker:
                 "extract/refused": summary.refused,
                 "extract/bytes_sent": stats.bytes_sent,
                 "extract/bytes_in_flight": stats.bytes_in_flight,
+                "extract/parts_queued": stats.parts_queued,
+                "extract/upload_requests": stats.requests,
                 "extract/upload_retries": stats.retries,
                 "extract/draining": len(self._draining),
                 "extract/blocked_s": summary.blocked_s,

@@ -53,11 +53,6 @@ class S3Store:
     def url(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
-    @property
-    def requests_allowed(self) -> int:
-        """Requests allowed in flight now: fewer after the store has refused some as too many."""
-        return self._retrier.gate.limit
-
     def _request(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """One request, tried once."""
         return self._connection.request(operation, Bucket=self._bucket, **arguments)

@@ -100,11 +100,6 @@ class TrainStream(IterableDataset[MicroBatch]):
         return self._order.num_samples
 
     @property
-    def steps_per_epoch(self) -> float:
-        """Global steps that make one pass over the samples."""
-        return self.num_samples / self.batch_samples
-
-    @property
     def counters(self) -> Counters:
         """What this rank has read."""
         return self._reader.counters

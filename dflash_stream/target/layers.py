@@ -63,11 +63,6 @@ def check_layers(layers: list[int], num_layers: int) -> list[int]:
     return layers
 
 
-def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of the text model inside `model`, whatever wraps it. UserError when there are none."""
-    return find_backbone(model)[1]
-
-
 def find_backbone(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The text model (embedding, decoder layers, norm; no lm_head) inside `model`, and its decoder layers.
 

@@ -175,11 +175,11 @@ def test_throttling_is_outlived_with_fewer_requests_in_flight(
     proxied: StoreSettings, proxy: FaultProxy, fake_clock: FakeClock, refusal: tuple[int, str]
 ) -> None:
     store = S3Store(proxied, clock=fake_clock.clock())
-    before = store.requests_allowed
+    before = store._retrier.gate.limit
     proxy.on("PUT /.*/k", refuse(*refusal), times=4)
     store.put("k", b"x")
     assert (store.writes.retries, store.writes.throttled) == (4, 4)
-    assert store.requests_allowed <= 2 < before
+    assert store._retrier.gate.limit <= 2 < before
 
 
 def test_a_store_that_refuses_for_ever_ends_the_run_at_the_deadline(

@@ -256,7 +256,6 @@ def test_shards_on_s3_come_back_as_they_were_written(s3_url: str, s3_server: obj
     loader = make_loader(cast(Store, watched), Run.open(store), settings, steps=8)
     mine = cast(TrainStream, loader.dataset)
     assert mine.num_samples == 18
-    assert mine.steps_per_epoch == 18 / BATCH
     seen = 0
     for batch in loader:
         for sample in batch.samples:

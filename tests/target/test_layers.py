@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_stream.errors import UserError
-from dflash_stream.target.layers import check_layers, dflash_layers, find_layers
+from dflash_stream.target.layers import check_layers, dflash_layers, find_backbone
 
 PUBLISHED = {
     36: [1, 9, 17, 25, 33],
@@ -49,4 +49,4 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
     from torch import nn
 
     with pytest.raises(UserError, match="Linear"):
-        find_layers(nn.Linear(2, 2))
+        find_backbone(nn.Linear(2, 2))

@@ -11,7 +11,7 @@ import torch
 
 from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
-from dflash_stream.target.layers import find_layers
+from dflash_stream.target.layers import find_backbone
 from dflash_stream.target.load import Target, load_target
 from tests.tiny_targets import FAMILIES, VOCAB, save_tiny
 
@@ -213,6 +213,6 @@ def test_layers_of_a_vision_tower_are_taken(family: str, tiny: Callable[[str], P
     import transformers
 
     model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(tiny(family)).architectures[0])
-    layers = find_layers(model_class.from_pretrained(tiny(family)))
+    _, layers = find_backbone(model_class.from_pretrained(tiny(family)))
     assert len(layers) == 8
     assert "Decoder" in type(layers[0]).__name__

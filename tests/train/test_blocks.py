@@ -10,7 +10,7 @@ import torch
 
 from dflash_stream.stream.sample import Sample
 from tests.train.drafter_cases import HIDDEN, MASK, TAPS, random_sample
-from train.blocks import choose_anchors, collate, decay_gamma, dummy, slot_weights
+from train.blocks import choose_anchors, collate, decay_gamma, slot_weights
 
 
 def sample_of(ids: list[int], mask: list[int]) -> Sample:
@@ -87,14 +87,6 @@ def test_a_short_sample_takes_no_labels_from_padding_or_from_its_neighbour() -> 
     assert not blocks.hidden_states[1, 5:].any()
     assert torch.equal(blocks.input_ids[1, :5], short.input_ids)
     assert (blocks.anchors.diff(dim=1) >= 0).all()
-
-
-def test_a_rank_without_samples_has_blocks_without_weight() -> None:
-    blocks = dummy(num_taps=TAPS, hidden_size=HIDDEN, block_size=4, mask_token_id=MASK)
-    assert not blocks.keep.any()
-    assert not blocks.weights.any()
-    assert blocks.block_ids.shape == (1, 1, 4)
-    assert blocks.hidden_states.shape == (1, 1, TAPS, HIDDEN)
 
 
 def test_the_decay_is_that_of_the_paper() -> None:

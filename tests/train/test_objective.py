@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.train.drafter_cases import collated, loud_drafter, random_sample, tables, tiny_config
-from train.blocks import dummy
 from train.objective import block_loss
 
 
@@ -90,23 +89,6 @@ def test_slot_0_and_padding_and_the_frozen_tables_get_no_gradient() -> None:
     assert head.grad is None
     assert embedding.grad is None
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
-
-
-def test_a_rank_without_samples_adds_zero_gradients_and_no_nan() -> None:
-    config = tiny_config()
-    drafter = loud_drafter(config)
-    embedding, head = tables()
-    blocks = dummy(num_taps=3, hidden_size=32, block_size=4, mask_token_id=39)
-    context = drafter.project(blocks.hidden_states)
-    for attention in ("sdpa", "grouped"):
-        hidden = drafter(embedding[blocks.block_ids], context, blocks.anchors, blocks.keep, attention=attention)  # type: ignore[arg-type]
-        sums = block_loss(hidden, head, blocks.labels, blocks.weights, chunk_rows=8)
-        sums.loss_sum.backward(retain_graph=True)
-        assert (
-            sums.loss_sum.item() == sums.weight_sum.item() == sums.blocks.item() == sums.prefix_sum.item() == 0
-        )
-        assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
-        drafter.zero_grad()
 
 
 def test_the_whole_logits_are_never_in_memory() -> None:
