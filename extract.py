@@ -19,10 +19,7 @@ def main() -> int | None:
         about="Stream the target's hidden states of a prepared run into its store.",
         sections=("store", "target", "extract", "tracking"),
     )
-    from dflash_stream.extract import (
-        Interrupted,
-        extract,
-    )  # imports torch: --help and mistakes need not wait for it
+    from dflash_stream.extract import Interrupted, extract  # torch only now: mistakes are answered at once
 
     try:
         extract(settings)

@@ -89,8 +89,7 @@ def find_weights(weights: Weights, config: Any, where: str) -> dict[str, StoredW
     elif not (getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)):
         raise UserError(
             f"{where} has no lm_head under a known name, and its config does not tie it to the embedding: "
-            f"looked for "
-            f"{', '.join(LM_HEADS)}; {_similar(names, 'head', 'output')}"
+            f"looked for {', '.join(LM_HEADS)}; {_similar(names, 'head', 'output')}"
         )
     _check(found, text, where)
     return found

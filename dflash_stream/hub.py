@@ -96,9 +96,8 @@ class HubFiles:
         body = bytes(answer.content)
         if length is not None and len(body) != length:
             raise UserError(
-                f"{url} answered a range of {length} bytes with {len(body)} bytes (status "
-                f"{answer.status_code}): a proxy in between "
-                "does not pass ranges; download the model and give its directory as target.id"
+                f"{url} answered a range of {length} bytes with {len(body)} bytes (status {answer.status_code}): "
+                "a proxy in between does not pass ranges; download the model and give its directory as target.id"
             )
         return body
 
@@ -142,8 +141,7 @@ class Weights:
             except FileNotFoundError:
                 raise UserError(
                     f"{where} has neither {SINGLE_FILE} nor {INDEX_FILE}: convert the checkpoint to "
-                    f"safetensors, "
-                    "with save_pretrained of transformers"
+                    "safetensors, with save_pretrained of transformers"
                 ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{where}/{INDEX_FILE} is not an index of safetensors files: {error!r}") from None
@@ -218,11 +216,8 @@ def explained(settings: TargetSettings, what: str) -> Iterator[None]:
             f"cannot read the {what} of target.id {settings.id}: {advice(error, settings)}"
         ) from None
     except Exception as error:
-        if (
-            type(error)
-            .__module__.split(".")[0]
-            .startswith(("httpx", "httpcore", "huggingface_hub", "requests"))
-        ):
+        library = type(error).__module__.split(".")[0]
+        if library in ("httpx", "httpcore", "huggingface_hub", "requests"):
             raise UserError(
                 f"cannot read the {what} of target.id {settings.id}: {advice(error, settings)}"
             ) from None
@@ -247,16 +242,14 @@ def advice(error: BaseException, settings: TargetSettings) -> str:
     if has(errors.GatedRepoError) or 403 in statuses:
         return (
             "the model is gated. Accept its licence on its page on the hub, then set HF_TOKEN to a token of "
-            "that "
-            "account with read access"
+            "that account with read access"
         )
     if has(errors.RevisionNotFoundError):
         return f"it has no revision {settings.revision}: correct target.revision"
     if has(errors.RepositoryNotFoundError) or 401 in statuses:
         return (
             "there is no such public model (a private one answers the same). Check the spelling of target.id; "
-            "for a private "
-            "model set HF_TOKEN; for one on this machine give its directory"
+            "for a private model set HF_TOKEN; for one on this machine give its directory"
         )
     if has(errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set and it is not in the cache. Unset it, or give a directory as target.id"
@@ -265,8 +258,7 @@ def advice(error: BaseException, settings: TargetSettings) -> str:
     ):
         return (
             "the hub cannot be reached and the file is not in the local cache. Check the network and its "
-            "proxy, or give a local "
-            "directory as target.id"
+            "proxy, or give a local directory as target.id"
         )
     text = str(error).strip() or type(error).__name__
     return (

@@ -50,9 +50,8 @@ def convert(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     config = loaded.config
-    del (
-        config.quantization_config
-    )  # a model loaded from GGUF refuses to be saved: a fresh one takes its weights
+    # A model loaded from GGUF refuses to be saved: a fresh one takes its weights.
+    del config.quantization_config
     model = type(loaded)(config).bfloat16()
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)

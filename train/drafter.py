@@ -36,9 +36,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(
-            x.dtype
-        )  # autocast may widen
+        normed = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return normed.to(x.dtype)  # autocast may widen
 
 
 @dataclass(frozen=True)

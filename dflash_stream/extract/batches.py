@@ -22,9 +22,7 @@ def plan(lengths: Sequence[int], budget_tokens: int, window_batches: int = WINDO
     batches: list[list[int]] = []
     for window in _windows(lengths, budget_tokens * window_batches):
         batch: list[int] = []
-        for place in sorted(
-            window, key=lambda place: -lengths[place]
-        ):  # stable: equal lengths keep their order
+        for place in sorted(window, key=lambda place: -lengths[place]):  # equal lengths keep their order
             if batch and (len(batch) + 1) * lengths[batch[0]] > budget_tokens:
                 batches.append(batch)
                 batch = []

@@ -36,9 +36,7 @@ class Claims:
         self._store, self._ttl_s, self._clock = store, ttl_s, clock
         self._token = layout.new_token()
         self._etags: dict[int, str] = {}  # of the claims held
-        self._unsettled: set[int] = (
-            set()
-        )  # being taken or released: an interrupt may come between store and note
+        self._unsettled: set[int] = set()  # being taken or released: an interrupt may come in between
         self._lock = threading.Lock()  # a claim is renewed or released, never both at once
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="claims", daemon=True)

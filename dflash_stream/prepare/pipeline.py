@@ -290,8 +290,7 @@ def _summarise(
     log(f"units      {identity.units:,}, {identity.validation.units:,} of them held-out samples")
     log(
         f"states     {stored / 2**30:,.2f} GiB to be made with the raw codec: {identity.bytes_per_token:,} "
-        f"bytes a token, "
-        f"layers {identity.layers}"
+        f"bytes a token, layers {identity.layers}"
     )
     for warning in warnings:
         log(f"warning: {warning}")

@@ -58,8 +58,7 @@ class Report:
         if self.rows and self.rejected > max_rejected_fraction * self.rows:
             raise UserError(
                 f"{self.rejected} of {self.rows} rows are rejected ({self.rejected / self.rows:.1%}), more "
-                f"than "
-                f"prepare.max_rejected_fraction {max_rejected_fraction:g} allows:\n{self.listing()}\n"
+                f"than prepare.max_rejected_fraction {max_rejected_fraction:g} allows:\n{self.listing()}\n"
                 "Mend the rows or the settings, or raise the limit to go on without these rows."
             )
         if not self.samples:

@@ -158,8 +158,7 @@ class Maker:
         if len(ids) > self._limits.max_sample_tokens:
             raise BadRow(
                 f"{len(ids)} tokens, more than the {self._limits.max_sample_tokens} whose states fit into a "
-                f"shard's member (8 GiB): "
-                "lower prepare.max_tokens"
+                "shard's member (8 GiB): lower prepare.max_tokens"
             )
         if int(ids.max()) >= self._limits.vocab_size or int(ids.min()) < 0:
             raise BadRow(

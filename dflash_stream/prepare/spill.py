@@ -88,8 +88,7 @@ class Spill:
         except OSError as error:
             raise UserError(
                 f"cannot write temporary token files in {self._directory.parent}: {error}. They need about 5 "
-                f"bytes a token; "
-                "set TMPDIR to a directory with more room"
+                "bytes a token; set TMPDIR to a directory with more room"
             ) from None
         self._buffered = 0
 

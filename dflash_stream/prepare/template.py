@@ -30,14 +30,12 @@ Span = tuple[int, int]  # characters [start, end) of the rendered text
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REWRITES = (
     "the chat template renders earlier turns differently once later ones follow (it rewrites history), so "
-    "turn {turn} is not "
-    "the text that is served: use prepare.turns last or each, or a template variable that keeps history "
-    "(prepare.template_kwargs)"
+    "turn {turn} is not the text that is served: use prepare.turns last or each, or a template variable that "
+    "keeps history (prepare.template_kwargs)"
 )
 _NO_START = (
     "the answer of turn {turn} does not begin as the generation prompt ends: the template rewrites history or "
-    "the data "
-    "have another thinking mode (prepare.turns last or each, prepare.thinking)"
+    "the data have another thinking mode (prepare.turns last or each, prepare.thinking)"
 )
 
 
@@ -63,14 +61,12 @@ class Renderer:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
                 f"the target's tokenizer ({type(tokenizer).__name__}) has no fast version, which the loss "
-                f"mask needs: "
-                "save one as tokenizer.json beside the model, or prepare from input_ids and loss_mask"
+                "mask needs: save one as tokenizer.json beside the model, or prepare from input_ids and loss_mask"
             )
         if not tokenizer.chat_template:
             raise UserError(
                 "the target has no chat template: add chat_template.jinja to the model directory, choose the "
-                "instruct "
-                "version of the model, or prepare from input_ids and loss_mask"
+                "instruct version of the model, or prepare from input_ids and loss_mask"
             )
         self.tokenizer = tokenizer
         self.turns = settings.turns

@@ -188,9 +188,7 @@ class ObjectUpload:
         self.position = 0  # bytes written
         self._uploader = uploader
         self._part_bytes = part_bytes
-        self._writing = (
-            threading.RLock()
-        )  # held while the buffer is being filled, so that abort cannot give it away
+        self._writing = threading.RLock()  # while the buffer is being filled: abort must not give it away
         self._buffer: Buffer | None = None
         self._filled = 0
         self._parts_begun = 0
@@ -228,9 +226,8 @@ class ObjectUpload:
                     self._buffer = self._uploader._pool.acquire(self._part_bytes, self._raise_if_failed)
                     self._filled = 0
                 count = min(len(source) - begin, self._part_bytes - self._filled)
-                self._buffer[self._filled : self._filled + count] = source[
-                    begin : begin + count
-                ]  # without the GIL
+                piece = source[begin : begin + count]
+                self._buffer[self._filled : self._filled + count] = piece  # without the GIL
                 self._filled += count
                 begin += count
                 self.position += count

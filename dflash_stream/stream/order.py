@@ -35,9 +35,8 @@ def block_starts(
     end = np.cumsum(sample_bytes, dtype=np.int64)
     begin = end - sample_bytes
     unit_end = np.searchsorted(units, units, side="right")
-    reached = (
-        np.searchsorted(end, begin + block_bytes, side="left") + 1
-    )  # one past the sample that fills a block from here
+    # one past the sample that fills a block from here
+    reached = np.searchsorted(end, begin + block_bytes, side="left") + 1
     whole = reached <= unit_end
     following = np.minimum(reached, unit_end).tolist()
     starts = [0]

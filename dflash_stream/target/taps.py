@@ -167,9 +167,7 @@ class Tapper:
             host.copy_(states, non_blocking=True)
             host_flags.copy_(flags, non_blocking=True)
             for tensor in (states, flags):
-                tensor.record_stream(
-                    self._side
-                )  # its memory is not given out again before the copy has read it
+                tensor.record_stream(self._side)  # its memory stays taken until the copy has read it
             copied = torch.cuda.Event()
             copied.record(self._side)
         return host, host_flags, copied
