@@ -73,7 +73,7 @@ def _from_json(value: Any, name: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"{name} is text that is not JSON: {error}") from None
 
 
@@ -85,15 +85,18 @@ def _message(turn: dict[str, Any], place: int) -> dict[str, Any]:
     if "role" in turn:
         role = turn["role"]
         message = {name: value for name, value in turn.items() if value is not None}
-        if role not in ROLES:
-            hint = f" (role {SHAREGPT_ROLES[role]}?)" if role in SHAREGPT_ROLES else ""
+        if not isinstance(role, str) or role not in ROLES:
+            hint = (
+                f" (role {SHAREGPT_ROLES[role]}?)" if isinstance(role, str) and role in SHAREGPT_ROLES else ""
+            )
             raise BadRow(f"{where}: unknown role {role!r}{hint}")
     elif "from" in turn:
-        if turn["from"] not in SHAREGPT_ROLES:
-            raise BadRow(f"{where}: unknown sender {turn['from']!r}")
-        role = SHAREGPT_ROLES[turn["from"]]
+        sender = turn["from"]
+        if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+            raise BadRow(f"{where}: unknown sender {sender!r}")
+        role = SHAREGPT_ROLES[sender]
         message = {"role": role, "content": turn.get("value")}
-        if turn["from"] == "function_call":
+        if sender == "function_call":
             calls = _from_json(turn.get("value"), f"{where}: function_call")
             message = {"role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     else:
@@ -144,7 +147,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRow(
                 f"{where}: the arguments of tool call {name} are not JSON: {arguments[:80]!r}"
             ) from None

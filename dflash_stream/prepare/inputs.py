@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ def find_files(patterns: list[str], setting: str) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
+        path = Path(pattern).expanduser()  # a name may have brackets in it and still be a name
+        matches = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = [Path(match) for match in matches if Path(match).is_file()]
         if not files:
             hint = (
@@ -65,7 +67,7 @@ def read_chunks(path: Path, source: int) -> Iterator[Chunk]:
             yield from _parquet_chunks(path, source)
         else:
             yield from _jsonl_chunks(path, source, compressed=magic[:2] == b"\x1f\x8b")
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
 

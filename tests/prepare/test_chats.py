@@ -73,6 +73,7 @@ def test_fields_that_a_table_fills_with_nulls_are_absent() -> None:
     assert without_nulls(row) == {"messages": [{"role": "user", "content": "a"}, {"x": {"city": "Rome"}}]}
 
 
+NESTED = "[" * 50_000 + "]" * 50_000  # deeper than a parser goes
 U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 
 
@@ -91,6 +92,10 @@ U, A = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
             r"message 0: unknown role 'human' \(role user\?\)",
         ),
         ({"messages": [{"content": "x"}, A]}, "neither role nor from"),
+        ({"messages": [{"role": ["user"], "content": "x"}, A]}, r"unknown role \['user'\]"),
+        ({"conversations": [{"from": {"a": 1}, "value": "x"}]}, "unknown sender {'a': 1}"),
+        ({"messages": NESTED}, "text that is not JSON"),
+        ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": NESTED}]}]}, "f are not JSON"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "unknown sender 'alien'"),
         ({"messages": [U, {"role": "assistant", "content": None}]}, "message 1: content is NoneType"),
         ({"messages": [{"role": "user", "content": 3}, A]}, "message 0: content is int"),
