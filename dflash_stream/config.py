@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dflash_stream.errors import UserError
 
@@ -94,7 +94,7 @@ class PrepareSettings(Section):
     thinking: bool | None = setting(
         None, "enable_thinking for the chat template; unset: the template's own default"
     )
-    template_kwargs: dict[str, Any] = setting(
+    template_kwargs: dict[str, JsonValue] = setting(
         {}, "further variables for the chat template, as YAML: {name: value}"
     )
     turns: Literal["all", "last", "each"] = setting(
@@ -270,11 +270,23 @@ def refuse_unknown(name: str, where: str) -> UserError:
     return UserError(f"unknown setting {name} in {where}: {hint}")
 
 
+class _Yaml(yaml.SafeLoader):
+    """YAML whose dates stay text: no setting is a date, and a name or a template variable may look like one."""
+
+
+_Yaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
     except FileNotFoundError:
         raise UserError(f"no config file {path}: --config takes a YAML file, configs/ has examples") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the config file {path}: {error}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     loaded = loaded or {}
@@ -295,22 +307,19 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _parse_value(dotted: str, text: str) -> Any:
-    """A command-line value: strings stay as typed, everything else is read as YAML."""
+    """A command-line value: text stays as typed, a list is a,b,c or [a, b, c], everything else is read as YAML."""
     annotation = known_settings()[dotted].annotation
-    options = get_args(annotation) if get_origin(annotation) not in (list, tuple, dict) else ()
-    if (annotation is str or str in options) and text not in ("null", "~"):
-        return text
+    options = (annotation,) if get_origin(annotation) in (None, list, tuple, dict) else get_args(annotation)
+    if text not in ("null", "~"):
+        if str in options:
+            return text
+        if any(get_origin(option) in (list, tuple) for option in options) and not text.lstrip().startswith("["):
+            return text.split(",")  # not through YAML, which reads *.jsonl as an alias
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Yaml)
     except yaml.YAMLError as error:
         raise UserError(f"--{dotted}: cannot read {text!r}: {error}") from None
-    if isinstance(value, str):  # YAML reads 1e-4 as text; pydantic turns it into a number
-        value = (
-            text.split(",")
-            if get_origin(annotation) is list or any(get_origin(o) is list for o in options)
-            else text
-        )
-    return value
+    return text if isinstance(value, str) else value  # YAML reads 1e-4 as text; pydantic turns it into a number
 
 
 def build(values: dict[str, dict[str, Any]]) -> Config:

@@ -43,6 +43,32 @@ def test_lists_maps_and_unset_values_are_read_from_the_command_line() -> None:
     assert settings.train.betas == (0.9, 0.99)
 
 
+def test_a_list_is_read_as_typed() -> None:
+    settings = parse("--prepare.inputs", "*.jsonl", "--prepare.layers", "5", "--train.betas", "0.9,0.99")
+    assert settings.prepare.inputs == ["*.jsonl"]
+    assert settings.prepare.layers == [5]
+    assert settings.train.betas == (0.9, 0.99)
+    assert parse("--prepare.layers", "null").prepare.layers is None
+
+
+def test_text_that_looks_like_a_date_stays_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {name: 2026-01-31}\nprepare: {template_kwargs: {date_string: 2026-01-31}}\n")
+    settings = parse("--config", str(file))
+    assert settings.train.name == "2026-01-31"
+    assert settings.prepare.template_kwargs == {"date_string": "2026-01-31"}  # as run.json gives it back
+    with pytest.raises(UserError, match=r"template_kwargs.a = .*JSON"):
+        parse("--prepare.template_kwargs", "{a: !!set {b}}")
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latin.yaml"
+    file.write_bytes(b"store: {url: 's3://caf\xe9/run'}")
+    for path in (file, tmp_path):
+        with pytest.raises(UserError, match=f"cannot read the config file {path}"):
+            parse("--config", str(path))
+
+
 def test_text_that_looks_like_a_number_stays_text() -> None:
     assert parse("--train.name", "007").train.name == "007"
     assert parse("--target.revision", "1e5").target.revision == "1e5"
