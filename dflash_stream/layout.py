@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 
 RUN = "run.json"
 SAMPLES = "tokens/samples.parquet"
@@ -35,19 +36,24 @@ def record(unit: int) -> str:
 
 def unit_of_record(key: str) -> int | None:
     """The unit of a commit record's key, None for any other key under index/."""
-    name = key.removeprefix(INDEX)
-    if name.startswith("shard-") and name.endswith(".json") and name[6:-5].isdigit():
-        return int(name[6:-5])
-    return None
+    return _unit_of(key, key.removeprefix(f"{INDEX}shard-").removesuffix(".json"), record)
 
 
 def unit_of_shard(key: str) -> int | None:
     """The unit of a shard's key, whichever attempt made it; None for any other key."""
     name = key.rpartition("/")[2]
     unit, _, attempt = name.removeprefix("shard-").removesuffix(".tar").partition("-")
-    if unit.isdigit() and attempt and key == shard(int(unit), attempt):
-        return int(unit)
-    return None
+    return _unit_of(key, unit, lambda number: shard(number, attempt)) if attempt else None
+
+
+def unit_of_claim(key: str) -> int | None:
+    """The unit of a claim's key, None for any other key."""
+    return _unit_of(key, key.removeprefix(f"{CLAIMS}unit-"), claim)
+
+
+def _unit_of(key: str, digits: str, name: Callable[[int], str]) -> int | None:
+    """The number that `digits` spell, if `key` is exactly its object: strangers may lie beside ours."""
+    return int(digits) if digits.isdecimal() and key == name(int(digits)) else None
 
 
 def block(block: int, digest: str) -> str:

@@ -205,14 +205,22 @@ def parse_identity(body: bytes, where: str) -> Identity:
     """run.json → Identity; UserError that names the field for anything unexpected."""
     try:
         raw = json.loads(body)
+        if not isinstance(raw, dict):
+            raise ValueError("it is no JSON object")
         if raw.get("format") != FORMAT_VERSION:
             raise UserError(
                 f"{where}/{layout.RUN} has format {raw.get('format')}, this dflash-stream reads {FORMAT_VERSION}: "
                 "use the version that made the run"
             )
         return Identity.model_validate(raw)
-    except (ValueError, ValidationError) as error:
-        raise UserError(f"{where}/{layout.RUN} is not valid: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = (
+            f"{error.error_count()} of its fields are wrong, {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        )
+    except (ValueError, RecursionError) as error:
+        what = str(error)
+    raise UserError(f"{where}/{layout.RUN} is not valid: {what}. Restore it, or prepare into another store.url")
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

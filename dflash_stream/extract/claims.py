@@ -20,12 +20,6 @@ from dflash_stream.store import NotFound, PreconditionFailed, Store, StoreError
 logger = logging.getLogger(__name__)
 
 
-def claimed_unit(key: str) -> int | None:
-    """The unit of a claim's key, None for any other key."""
-    name = key.removeprefix(f"{layout.CLAIMS}unit-")
-    return int(name) if name.isdigit() else None
-
-
 class Claims:
     """The claims of one process. A thread renews them every third of `ttl_s` until they are released.
 
@@ -53,7 +47,7 @@ class Claims:
         A claim that was not rewritten for `ttl_s` is likely to have lapsed, so its unit counts; `take`
         looks closely.
         """
-        written = {claimed_unit(info.key): info.modified for info in self._store.list(layout.CLAIMS)}
+        written = {layout.unit_of_claim(info.key): info.modified for info in self._store.list(layout.CLAIMS)}
         found: list[int] = []
         for unit in missing:
             if len(found) == limit:

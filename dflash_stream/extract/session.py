@@ -44,8 +44,8 @@ def extract(config: Config) -> ExtractSummary:
             f"{identity.tokens:,}", identity.tokens * identity.bytes_per_token / 2**30,
         )  # fmt: skip
         check_settings(identity, config, store.url)
-        done = committed_units(store)
-        if len(done) >= identity.units:
+        done = committed_units(store) & set(range(identity.units))  # others may lie beside them
+        if len(done) == identity.units:
             logger.info("all %d units are extracted: nothing to do", identity.units)
             return ExtractSummary()
         logger.info("%d of %d units are extracted", len(done), identity.units)

@@ -94,6 +94,7 @@ def _prepare(config: Config, inputs: Inputs, store: Store, log: Log) -> Run:
         compare(existing, draft.like(existing), store.url)
     else:
         store.check()
+        _refuse_remains(store)
     with tempfile.TemporaryDirectory(prefix="dflash-prepare-") as scratch:
         report = Report(Path(scratch) / "rejected.jsonl")
         try:
@@ -122,6 +123,15 @@ def _find_run(store: Store) -> Identity | None:
     except NotFound:
         return None
     return Run.open(store).identity
+
+
+def _refuse_remains(store: Store) -> None:
+    """UserError when shards of a run are here whose run.json is not: they would be taken for those of the new one."""
+    if remains := next(iter(store.list(layout.INDEX)), None):
+        raise UserError(
+            f"{store.url} holds what is left of a run without its {layout.RUN} ({remains.key} and more): "
+            "use another store.url, or delete everything under this one first"
+        )
 
 
 def _make(

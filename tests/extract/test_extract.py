@@ -146,6 +146,14 @@ def test_an_index_that_cannot_be_gathered_fails_the_extraction(
     assert_nothing_left(run.store)
 
 
+def test_records_that_are_not_the_runs_pass_for_its_units(tiny_llama: Path, tmp_path: Path) -> None:
+    run = publish_at(f"file://{tmp_path}/run", tiny_llama, units=2)
+    for name in ("shard-000071.json", "shard-000072.json", "shard-1.json", "notes.txt"):
+        run.store.put(layout.INDEX + name, b"{}")
+    run.store.put(layout.CLAIMS + "unit-\u00b2", b"{}")
+    assert extract(config_for(run.store.url)).shards == 2
+
+
 def test_committed_units_are_made_again(tiny_llama: Path, tmp_path: Path) -> None:
     run = publish_at(f"file://{tmp_path}/run", tiny_llama)
     extract(config_for(run.store.url))

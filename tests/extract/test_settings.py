@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from dflash_stream.config import Config, build
+from dflash_stream import layout
+from dflash_stream.config import Config, StoreSettings, build
 from dflash_stream.errors import UserError
 from dflash_stream.extract.settings import check_settings, check_target, target_settings
 from dflash_stream.run import Identity, Run
+from dflash_stream.store import open_store
 from dflash_stream.target.identity import describe_target
 from tests.tiny_runs import publish_at
 from tests.tiny_targets import save_tiny
@@ -91,3 +93,20 @@ def test_the_same_shape_with_another_rope_is_taken(run: Run, tiny_llama: Path, t
     config.write_text(config.read_text().replace("1e-06", "1e-05"))
     with pytest.raises(UserError, match=r"target\.config_sha256"):
         check(run.identity, given(target__id=str(tmp_path / "copy")))
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"[1]", "no JSON object"),
+        (b"null", "no JSON object"),
+        (b'{"format"', "delimiter"),
+        (b"\xff\xfe\xfa", "decode"),
+        (b'{"format": 1}', "15 of its fields are wrong, target: Field required"),
+    ],
+)
+def test_a_damaged_run_json_is_no_readable_error(tmp_path: Path, body: bytes, complaint: str) -> None:
+    store = open_store(StoreSettings(url=f"file://{tmp_path}/run"))
+    store.put(layout.RUN, body)
+    with pytest.raises(UserError, match=rf"run\.json is not valid: .*{complaint}.*another store\.url"):
+        Run.open(store)

@@ -452,3 +452,14 @@ def test_show_marks_what_is_supervised(
     assert "⟦" not in printed
     assert "\x1b[1;32mI say 0, gladly.<|im_end|>\x1b[0m" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_shards_of_a_run_that_is_gone_are_taken_for_the_new_ones(run_prepare: Prepare, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", tokenised(20))
+    store = run_prepare(source).store
+    store.put(layout.record(0), b"{}")
+    store.delete([layout.RUN])
+    with pytest.raises(
+        UserError, match=r"left of a run without its run\.json.*shard-000000\.json.*another store\.url"
+    ):
+        run_prepare(source, seed=1)
