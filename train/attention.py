@@ -27,6 +27,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 RUN_QUERIES = 128  # queries of a run: enough for a full matmul, few enough to cut the context closely
 FLEX_TILE = 128  # queries and keys of a flex_attention tile
+# Kernels that flex_attention may be compiled into. One is made for each kind of shape (one sample or several, sizes
+# that fit one tile or more), for each window, with and without gradients: some twenty; dynamo's own limit is 8.
+FLEX_VARIANTS = 64
 
 
 def resolve(attention: str, device: torch.device) -> Implementation:
@@ -161,10 +164,16 @@ def flex_rule(
 
 @cache
 def _compiled_flex() -> tuple[Any, Any]:
-    """flex_attention and create_block_mask, compiled: as they are, both materialise the dense grid."""
+    """flex_attention and create_block_mask, compiled: as they are, both materialise the dense grid.
+
+    fullgraph: past the limit of variants dynamo would run them as they are, in silence and out of memory.
+    """
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
+    config.recompile_limit = max(config.recompile_limit, FLEX_VARIANTS)
+    compiled = partial(torch.compile, dynamic=True, fullgraph=True)
+    return compiled(flex_attention), compiled(create_block_mask)
 
 
 def _build_flex(

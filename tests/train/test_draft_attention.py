@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from dflash_stream.errors import UserError
+from train import attention
 from train.attention import build, dense_mask, flex_rule, resolve
 
 WINDOWS = [None, 1, 3, 6, 100]
@@ -141,3 +145,26 @@ def test_attention_is_chosen_by_device_and_flex_is_refused_where_it_cannot_train
         resolve("flex", cpu)
     with pytest.raises(UserError, match="choose auto, sdpa, grouped or flex"):
         resolve("magic", cpu)
+
+
+def test_flex_attention_falls_back_to_the_dense_grid_after_a_few_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Past its limit of variants dynamo runs the function as it is: that must be far off, and an error."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    attention._compiled_flex.cache_clear()
+    try:
+        flex, _ = attention._compiled_flex()
+        assert torch._dynamo.config.recompile_limit >= 64
+        monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex)
+        case = [x.detach() for x in random_case()]
+        plain, windowed = (
+            build("flex", ANCHORS, KEEP, context_tokens=CONTEXT, block_tokens=BLOCK, window=window)
+            for window in (None, 16)
+        )
+        with torch._dynamo.config.patch(recompile_limit=1):
+            plain(*case)
+            with pytest.raises(FailOnRecompileLimitHit):
+                windowed(*case)
+    finally:
+        attention._compiled_flex.cache_clear()
