@@ -227,5 +227,5 @@ def parse_tokens(row: dict[str, Any], vocab_size: int) -> Tokens:
         wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
         raise BadRow(f"token id {wrong} is outside the target's vocabulary of {vocab_size}")
     mask = mask.astype(np.uint8)
-    prompt = int(mask.argmax()) if mask.any() else len(mask)
+    prompt = int(mask.argmax()) or len(mask)  # nothing before the first supervised token tells samples apart
     return Tokens(ids.astype(np.int32), mask, -1, token_hash(ids[:prompt]))

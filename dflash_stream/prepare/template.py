@@ -44,7 +44,7 @@ class Tokens:
     """One conversation, or one turn with its history: input_ids [T] int32, loss_mask [T] uint8.
 
     turn: index of the message that is supervised, -1 for all; group: 64-bit hash of what comes before the
-    conversation's first answer, equal for all samples of a conversation
+    conversation's first answer to a user, equal for all samples of a conversation
     """
 
     input_ids: NDArray[np.int32]
@@ -130,7 +130,10 @@ class Renderer:
         else:
             text = self.render(chat, count)
             spans = [self._span(chat, text, i) for i in answers]
-        encoding = self._encoder.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._encoder.encode(text, add_special_tokens=False)
+        except TypeError:  # JSON can spell them, UTF-8 cannot
+            raise BadRow("the text has lone surrogates: halves of a character, such as \\ud83d alone") from None
         mask = supervised_tokens(np.asarray(encoding.offsets, np.int64).reshape(-1, 2), spans)
         return Tokens(np.asarray(encoding.ids, np.int32), mask, turn, prompt_hash(chat))
 
@@ -192,8 +195,13 @@ def supervised_tokens(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[
 
 
 def prompt_hash(chat: Chat) -> int:
-    """A 64-bit hash of the messages before the first answer."""
-    first = next(i for i, message in enumerate(chat.messages) if message["role"] == "assistant")
+    """A 64-bit hash of the messages before the first answer to a user; of all messages where no user speaks.
+
+    What comes before the user's first message (a system prompt, a greeting) may be the same in a whole dataset.
+    """
+    roles = [message["role"] for message in chat.messages]
+    asked = roles.index("user") if "user" in roles else len(roles)
+    first = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
     return int(fingerprint(chat.messages[:first])[:16], 16)
 
 

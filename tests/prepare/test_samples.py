@@ -85,6 +85,11 @@ def test_rows_are_refused_one_by_one_with_number_and_reason() -> None:
     assert made.meta["group"][0] == made.meta["group"][1]  # but held out together
 
 
+def test_samples_without_a_prompt_are_held_out_all_together() -> None:
+    rows = [(i, {"input_ids": [5, 6, i], "loss_mask": [1, 1, 1]}) for i in range(4)]
+    assert len(set(maker().make(0, "a.jsonl", rows).meta["group"].tolist())) == 4
+
+
 def test_too_few_supervised_tokens_drop_and_a_sample_over_the_member_limit_is_refused() -> None:
     row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]}
     assert maker(min_supervised_tokens=3).make(0, "a", [(0, row)]).refused[0].reason.startswith("fewer than 3")

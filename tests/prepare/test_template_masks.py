@@ -12,7 +12,7 @@ import pytest
 from dflash_stream.config import PrepareSettings
 from dflash_stream.errors import UserError
 from dflash_stream.prepare.chats import BadRow, parse_chat
-from dflash_stream.prepare.template import Renderer, Tokens, supervised_tokens
+from dflash_stream.prepare.template import Renderer, Tokens, prompt_hash, supervised_tokens
 
 HEADER = "{{ '<|im_start|>' + m.role + '\\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -227,3 +227,19 @@ def test_a_token_across_the_edge_of_a_span_is_not_supervised() -> None:
     offsets = np.array([(0, 3), (3, 6), (6, 8), (8, 8), (8, 10)])
     assert supervised_tokens(offsets, [(4, 10)]).tolist() == [0, 0, 1, 0, 1]
     assert supervised_tokens(offsets, [(0, 3), (6, 8)]).tolist() == [1, 0, 1, 0, 0]
+
+
+def test_text_that_no_tokenizer_takes_stops_prepare(render: Any) -> None:
+    with pytest.raises(BadRow, match=r"lone surrogates.*\\ud83d"):
+        render(chat("smile \ud83d", "no answer"))
+
+
+def test_conversations_that_begin_alike_are_held_out_together() -> None:
+    greeting = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "Hello!"}]
+    hashes = {
+        prompt_hash(parse_chat({"messages": start + chat(question, answer)}))
+        for start in ([], greeting)
+        for question in ("a", "b")
+        for answer in ("x", "y")
+    }
+    assert len(hashes) == 4  # two openings, two questions
