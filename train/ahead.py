@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _POLL_S = 0.1
+JOIN_S = 5.0  # on closing, how long to wait for the item that is being made
 
 
 def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
@@ -51,4 +52,4 @@ def ahead(items: Iterable[T], depth: int = 1) -> Generator[T, None, None]:
             del item
     finally:
         closed.set()
-        thread.join(timeout=5)
+        thread.join(timeout=JOIN_S)

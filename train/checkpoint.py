@@ -279,22 +279,22 @@ class Publisher:
         # A daemon: a process that has given its checkpoint up must not wait for it on exit.
         threading.Thread(target=self._run, args=(snapshot, running), name="checkpoint", daemon=True).start()
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is under way, whatever came of it, `timeout_s` at most. Once closed, wait for
-        nothing."""
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is under way, whatever came of it, `timeout_s` at most; whether that is so. Once
+        closed, wait for nothing."""
         if self._running is not None and not self._closed.is_set():
             wait([self._running], timeout_s)
+        return self._running is None or self._running.done()
 
     @property
     def failed(self) -> bool:
         """Whether the last publication ended with an error, which `wait` raises."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the publication that is under way, and raise what it failed with; TimeoutError after
-        `timeout_s`."""
+    def wait(self) -> None:
+        """Wait for the publication that is under way, and raise what it failed with."""
         if self._running is not None:
-            self._running.result(timeout_s)
+            self._running.result()
             self._running = None
 
     def close(self, *, timeout_s: float) -> list[str]:

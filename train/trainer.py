@@ -48,7 +48,7 @@ from train.report import TrainSummary, Window
 from train.signals import StopSignals
 from train.validate import validate
 
-GRACE_S = 20.0  # after a signal, time for the last checkpoint: launchers kill after 30 s
+GRACE_S = 20.0  # after a signal, time to end the step and publish a checkpoint: launchers kill after 30 s
 ABORT_S = 3.0  # then, time to abort its upload
 PATIENCE_S = 600.0  # how much longer than a store's deadline one rank waits for another
 
@@ -62,7 +62,7 @@ def train(config: Config) -> TrainSummary:
     from those of the published checkpoints, a damaged checkpoint, another trainer that took the drafter over, a
     loss that is not finite.
     """
-    with StopSignals() as signals:
+    with StopSignals(GRACE_S) as signals:
         ranks = join(patience_s=config.store.deadline_s + PATIENCE_S)
         plan = ranks.on_all(lambda: make_plan(config, Run.open(open_store(config.store))))
         run, store = plan.run, plan.run.store
@@ -173,7 +173,8 @@ class Training:
             state = "stopped" if summary.stopped_by else "finished"
             return summary
         finally:
-            self.publisher.settle(GRACE_S)  # a checkpoint of before is good, whatever has happened since
+            # A checkpoint of before is good, whatever has happened since.
+            self.publisher.settle(min(GRACE_S, self.signals.left_s))
             self._prepared.close()
             self.stream.close()
             self._close_publisher()
@@ -215,9 +216,11 @@ class Training:
                 self._save()
             step_begun = time.monotonic()
 
+        if (number := stopped_by or self.signals.received) is not None:
+            self.signals.heed(number)
         if self.step != self.saved_step:
             self._save()
-        self.ranks.from_first(lambda: self._wait_for_checkpoint(stopped_by))
+        self.ranks.from_first(self._wait_for_checkpoint)
         newest = self.publisher.published
         return TrainSummary(
             steps=self.step,
@@ -309,9 +312,8 @@ class Training:
         self.saved_step = self.step
         if not self.ranks.first:
             return
-        self.publisher.settle()
-        if self.publisher.failed:
-            return  # every rank is told at the end of the next step
+        if not self._settled() or self.publisher.failed:
+            return  # every rank is told of a failure at the end of the next step
         state = TrainState(
             step=self.step,
             total_steps=self.plan.total_steps,
@@ -328,18 +330,19 @@ class Training:
         model, moments = host_copy(self.optimizer.named), host_copy(self.optimizer.tensors())
         self.publisher.start(Snapshot(state, model, moments))
 
-    def _wait_for_checkpoint(self, stopped_by: int | None) -> None:
+    def _settled(self) -> bool:
+        """Wait until no checkpoint is under way; False if it still is at the end of the grace time of a
+        signal."""
+        while not self.publisher.settle(0.2):
+            if not self.signals.left_s:
+                return False
+        return True
+
+    def _wait_for_checkpoint(self) -> None:
         """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it
         came."""
-        deadline = time.monotonic() + GRACE_S if stopped_by is not None else math.inf
-        while True:
-            if self.signals.received is not None:
-                deadline = min(deadline, self.signals.since + GRACE_S)
-            try:
-                return self.publisher.wait(timeout_s=0.2)
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    break
+        if self._settled():
+            return self.publisher.wait()
         self._close_publisher()
         newest = self.publisher.published
         log.warning(

@@ -127,9 +127,10 @@ class TrainStream(IterableDataset[MicroBatch]):
         self.position = int(state["position"])
 
     def close(self) -> None:
-        """End the running iteration, and its threads."""
+        """End the running iteration, and its threads. One that another thread is waiting in at this moment is
+        left to that thread: it cannot be ended from here."""
         running = self._active() if self._active is not None else None
-        if running is not None:
+        if running is not None and not running.gi_running:
             running.close()
         self._active = None
 

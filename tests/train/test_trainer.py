@@ -3,7 +3,10 @@ continuation."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,12 @@ from dflash_stream import layout
 from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.store import Store, open_store
+from dflash_stream.store.local import LocalStore
+from dflash_stream.stream import reader
 from tests.train.tiny_run import make_run, settings
+from train import ahead as ahead_module
 from train import checkpoint, trainer
+from train.ahead import ahead
 from train.checkpoint import MODEL, OPTIMIZER
 from train.trainer import Training, train
 
@@ -265,3 +272,57 @@ def test_training_fails_against_a_real_server(s3_url: str, recorders: list[Recor
     assert len(list(store.list(layout.checkpoints("drafter")))) == 6
     assert not list(store.list_uploads(layout.drafter("drafter")))
     assert train(settings(s3_url, train={"epochs": 3.0})).steps == 6
+
+
+def test_signal_waits_for_the_upload_of_a_checkpoint_before(
+    url: str, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher would kill the process in the middle of it. Nothing half-published is left either way."""
+    going_on = threading.Event()
+    upload = checkpoint.Publisher._upload
+
+    def slow(publisher: checkpoint.Publisher, prefix: str, snapshot: checkpoint.Snapshot) -> Any:
+        going_on.wait(20)
+        return upload(publisher, prefix, snapshot)
+
+    monkeypatch.setattr(checkpoint.Publisher, "_upload", slow)
+    monkeypatch.setattr(trainer, "GRACE_S", 1.0)
+    monkeypatch.setattr(trainer, "ABORT_S", 0.1)
+    at_step(monkeypatch, 3, lambda _: signal.raise_signal(signal.SIGTERM))
+    begun = time.monotonic()
+    summary = train(settings(url, train={"checkpoint_every_steps": 2}))
+    going_on.set()
+    assert time.monotonic() - begun < 15
+    assert (summary.stopped_by, summary.checkpoint) == (signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_signal_is_not_heard_while_the_store_is_silent(
+    url: str, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch, reads_ahead: bool
+) -> None:
+    """With and without the thread that makes micro-batches ahead, as it does on a GPU."""
+    going_on, asked = threading.Event(), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    read, make = LocalStore.read_into, Training.__init__
+
+    def silent(store: LocalStore, key: str, *arguments: Any, **options: Any) -> None:
+        if key.startswith(layout.SHARDS) and recorders[0].logged:
+            if not asked.ident:
+                asked.start()
+            going_on.wait(10)
+        read(store, key, *arguments, **options)
+
+    def made(training: Training, *arguments: Any) -> None:
+        make(training, *arguments)
+        if reads_ahead:
+            training._prepared = ahead(training._prepare())
+
+    monkeypatch.setattr(LocalStore, "read_into", silent)
+    monkeypatch.setattr(Training, "__init__", made)
+    monkeypatch.setattr(trainer, "GRACE_S", 0.5)
+    monkeypatch.setattr(reader, "_JOIN_S", 0.1)
+    monkeypatch.setattr(ahead_module, "JOIN_S", 0.1)
+    with pytest.raises(SystemExit) as end:
+        train(settings(url, stream={"block_bytes": 1, "prefetch_bytes": 1, "threads": 1}))
+    going_on.set()
+    assert end.value.code == 128 + signal.SIGTERM
+    assert recorders[0].state == "failed"
