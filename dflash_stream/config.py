@@ -11,7 +11,7 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -20,6 +20,9 @@ from dflash_stream.errors import UserError
 
 MiB = 1 << 20
 GiB = 1 << 30
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -153,21 +156,27 @@ class DrafterSettings(Section):
 
 class TrainSettings(Section):
     name: str = setting("drafter", "name of the drafter: its objects lie under drafters/NAME/")
-    epochs: float = setting(6.0, "passes over the training samples", "epochs", gt=0)
+    epochs: float = setting(6.0, "passes over the training samples", "epochs", gt=0, allow_inf_nan=False)
     max_steps: int | None = setting(None, "stop earlier than epochs would", "steps", ge=1)
     batch_samples: int = setting(
         32, "samples in a global batch, whatever the number of processes", "samples", ge=1
     )
     tokens_per_batch: int = setting(8192, "padded tokens in a micro-batch of one process", "tokens", ge=1)
+    blocks_per_batch: int = setting(
+        2048,
+        "padded draft blocks in a micro-batch of one process, which take most of its memory",
+        "blocks",
+        ge=1,
+    )
     anchors: int = setting(512, "blocks drawn from a sample at most", "blocks", ge=1)
     loss_gamma: float | None = setting(
-        None, "decay of the loss over a block; unset: 7, 5 or 4 for block 16, 10 or 8"
+        None, "decay of the loss over a block; unset: 7, 5 or 4 for block 16, 10 or 8", "tokens", gt=0
     )
     lr: float = setting(6e-4, "peak learning rate", "", gt=0)
     min_lr_ratio: float = setting(0.0, "learning rate at the end over the peak", "", ge=0, le=1)
     warmup_fraction: float = setting(0.04, "share of the steps spent warming up", "", ge=0, le=1)
     weight_decay: float = setting(0.0, "AdamW weight decay of matrices", "", ge=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW betas")
+    betas: tuple[Beta, Beta] = setting((0.9, 0.95), "AdamW betas")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", "", gt=0)
     precision: Literal["bf16", "fp32"] = setting("bf16", "compute dtype; weights and optimizer are fp32")
     attention: Literal["auto", "sdpa", "grouped", "flex"] = setting(

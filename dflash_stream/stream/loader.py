@@ -21,7 +21,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.shards.index import ShardIndex, committed_units, load_index
 from dflash_stream.store import Store
-from dflash_stream.stream.order import Order, micro_batches
+from dflash_stream.stream.order import Limits, Order, micro_batches
 from dflash_stream.stream.reader import Counters, SampleReader
 from dflash_stream.stream.sample import MicroBatch, Sample
 
@@ -72,12 +72,15 @@ class TrainStream(IterableDataset[MicroBatch]):
             raise ValueError(f"rank {rank} of {world}")
         self.rank, self.world, self.steps = rank, world, steps
         self.batch_samples = config.train.batch_samples
-        self._tokens_per_batch = config.train.tokens_per_batch
+        self._limits = Limits(config.train.tokens_per_batch, config.train.blocks_per_batch)
+        self._block_tokens = config.drafter.block_size
         table = run.samples
         rows = np.flatnonzero(~table.validation)
         if not len(rows):
             raise UserError(f"{store.url} has no training samples: all {len(table)} are held out")
         self._tokens = table.tokens
+        # A block begins at a supervised token that another one follows.
+        self._blocks = np.clip(table.supervised - 1, 0, config.train.anchors)
         self._order = Order(
             rows, table.unit[rows], table.tokens[rows], bytes_per_token=run.identity.bytes_per_token,
             block_bytes=config.stream.block_bytes, seed=config.train.seed,
@@ -107,7 +110,9 @@ class TrainStream(IterableDataset[MicroBatch]):
     def plan(self, step: int) -> list[_Plan]:
         """A global step as [rank][micro-batch] → (row, epoch): the same on every rank."""
         rows, epochs = self._order.rows(step * self.batch_samples, self.batch_samples)
-        places = micro_batches(self._tokens[rows], self.world, self._tokens_per_batch)
+        places = micro_batches(
+            self._tokens[rows], self._blocks[rows], self.world, self._limits, block_tokens=self._block_tokens
+        )
         return [[list(zip(rows[p].tolist(), epochs[p].tolist(), strict=True)) for p in plan] for plan in places]
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,50 +98,73 @@ class Order:
         return np.concatenate(parts), epochs
 
 
-def split(tokens: Sequence[int] | NDArray[np.integer], world: int) -> list[NDArray[np.int64]]:
+def split(costs: Sequence[int] | NDArray[np.integer], world: int) -> list[NDArray[np.int64]]:
     """Shares of a batch: for each rank the places in the batch that it takes, ascending; a share may be empty.
 
-    Longest first, always to the rank with the fewest tokens (ties: the lowest rank), which keeps the heaviest
-    share within 4/3 of the best possible (Graham 1969). Samples of equal length are then dealt out again in
+    Dearest first, always to the rank with the least to do (ties: the lowest rank), which keeps the heaviest
+    share within 4/3 of the best possible (Graham 1969). Samples of equal cost are then dealt out again in
     order of their places, so that neighbours, which lie side by side in a shard, fall to one rank and come in
     one read.
     """
-    lengths = np.asarray(tokens, np.int64)
-    longest_first = np.argsort(-lengths, kind="stable")
+    each = np.asarray(costs, np.int64)
+    dearest_first = np.argsort(-each, kind="stable")
     lightest = [(0, rank) for rank in range(world)]
-    ranks = np.empty(len(lengths), np.int64)
-    for turn, length in enumerate(lengths[longest_first].tolist()):
+    ranks = np.empty(len(each), np.int64)
+    for turn, cost in enumerate(each[dearest_first].tolist()):
         load, rank = lightest[0]
         ranks[turn] = rank
-        heapq.heapreplace(lightest, (load + length, rank))
+        heapq.heapreplace(lightest, (load + cost, rank))
     owner = np.empty_like(ranks)
-    owner[longest_first] = ranks[np.lexsort((ranks, -lengths[longest_first]))]
+    owner[dearest_first] = ranks[np.lexsort((ranks, -each[dearest_first]))]
     return [np.flatnonzero(owner == rank) for rank in range(world)]
 
 
-def pack(tokens: NDArray[np.int64], tokens_per_batch: int) -> list[NDArray[np.int64]]:
-    """Cut one share into the fewest micro-batches of at most `tokens_per_batch` padded tokens, longest first.
+@dataclass(frozen=True)
+class Limits:
+    """What a micro-batch of several samples may hold; together they bound the memory of a step.
 
-    tokens [n]. Returns indices into it. Padded tokens are samples times the longest; a sample over the limit
-    goes alone.
+    tokens, blocks: samples times the longest one's tokens, and times the most blocks of one
     """
-    longest_first = np.argsort(-tokens, kind="stable")
-    batches = []
-    start = 0
-    while start < len(tokens):
-        size = max(1, tokens_per_batch // int(tokens[longest_first[start]]))
-        batches.append(longest_first[start : start + size])
-        start += size
-    return batches
+
+    tokens: int
+    blocks: int
+
+
+def pack(tokens: NDArray[np.int64], blocks: NDArray[np.int64], limits: Limits) -> list[NDArray[np.int64]]:
+    """Cut one share into micro-batches within the limits, longest first, each as large as it can be.
+
+    tokens, blocks [n]: of each sample. Returns indices into them. A sample over a limit goes alone.
+    """
+    batches: list[list[int]] = []
+    longest = most = 0
+    for place in np.argsort(-tokens, kind="stable").tolist():
+        size = len(batches[-1]) + 1 if batches else 0
+        most = max(most, int(blocks[place]))
+        if batches and size * longest <= limits.tokens and size * most <= limits.blocks:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+            longest, most = int(tokens[place]), int(blocks[place])
+    return [np.asarray(batch, np.int64) for batch in batches]
 
 
 def micro_batches(
-    tokens: Sequence[int] | NDArray[np.integer], world: int, tokens_per_batch: int
+    tokens: NDArray[np.integer],
+    blocks: NDArray[np.integer],
+    world: int,
+    limits: Limits,
+    *,
+    block_tokens: int,
 ) -> list[list[NDArray[np.int64]]]:
-    """A global batch as [rank][micro-batch] → places in it. Every rank has as many; the last may be empty."""
-    lengths = np.asarray(tokens, np.int64)
+    """A global batch as [rank][micro-batch] → places in it. Every rank has as many; the last may be empty.
+
+    tokens, blocks [n]: of each sample, and the most draft blocks that training makes of it. What a sample costs
+    is what goes through the drafter: its tokens as context, and `block_tokens` for each block.
+    """
+    lengths, counts = np.asarray(tokens, np.int64), np.asarray(blocks, np.int64)
     plans = [
-        [share[chosen] for chosen in pack(lengths[share], tokens_per_batch)] for share in split(lengths, world)
+        [share[chosen] for chosen in pack(lengths[share], counts[share], limits)]
+        for share in split(lengths + block_tokens * counts, world)
     ]
     most = max(map(len, plans))
     return [plan + [np.zeros(0, np.int64)] * (most - len(plan)) for plan in plans]

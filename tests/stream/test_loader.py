@@ -95,6 +95,9 @@ def test_micro_batches_keep_to_the_padded_limit(run: Run) -> None:
     for batch in stream(run, world=2):
         lengths = [len(sample.input_ids) for sample in batch.samples]
         assert len(lengths) < 2 or len(lengths) * max(lengths) <= 32
+    for batch in stream(run, world=2, tokens_per_batch=10_000, blocks_per_batch=12):
+        blocks = [int((sample.loss_mask[:-1] & sample.loss_mask[1:]).sum()) for sample in batch.samples]
+        assert len(blocks) < 2 or len(blocks) * max(blocks) <= 12
 
 
 @pytest.mark.parametrize("world_after", [1, 3])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dflash_stream.stream.order import Order, block_starts, micro_batches, pack, split
+from dflash_stream.stream.order import Limits, Order, block_starts, micro_batches, pack, split
 
 
 def table(
@@ -35,7 +35,8 @@ def test_the_order_is_pinned_for_ever() -> None:
     rows, epochs = order().rows(60, 12)
     assert rows.tolist() == GOLDEN_ROWS
     assert epochs.tolist() == [0, 0, 0] + [1] * 9
-    plan = micro_batches(table()[2][rows - 5], world=3, tokens_per_batch=200)
+    tokens = table()[2][rows - 5]
+    plan = micro_batches(tokens, np.zeros_like(tokens), 3, Limits(200, 1), block_tokens=4)
     assert [[batch.tolist() for batch in rank] for rank in plan] == GOLDEN_PLAN
 
 
@@ -124,13 +125,24 @@ def test_micro_batches_are_as_many_on_every_rank_and_hold_the_limit() -> None:
     for world in (1, 2, 3, 8, 40):
         for _ in range(20):
             tokens = generator.integers(1, 3000, 32)
-            plan = micro_batches(tokens, world, 2048)
+            blocks = generator.integers(0, 512, 32)
+            plan = micro_batches(tokens, blocks, world, Limits(2048, 700), block_tokens=16)
             assert len({len(batches) for batches in plan}) == 1
             seen = [place for batches in plan for batch in batches for place in batch.tolist()]
             assert sorted(seen) == list(range(32))
             for batches in plan:
                 for batch in batches:
                     assert len(batch) < 2 or len(batch) * tokens[batch].max() <= 2048
+                    assert len(batch) < 2 or len(batch) * blocks[batch].max() <= 700
+
+
+def test_rank_with_short_samples_has_more_to_compute() -> None:
+    """Four samples of 512 tokens make nearly four times the blocks of one of 2,048 when 512 are drawn at most."""
+    tokens = np.array([2048] * 4 + [512] * 16)
+    blocks = np.minimum(512, tokens - 2)
+    for rank in micro_batches(tokens, blocks, 4, Limits(10**6, 10**6), block_tokens=16):
+        places = np.concatenate(rank)
+        assert abs(blocks[places].sum() - blocks.sum() / 4) < 20
 
 
 def test_packing_needs_the_fewest_micro_batches() -> None:
@@ -144,7 +156,9 @@ def test_packing_needs_the_fewest_micro_batches() -> None:
     generator = np.random.default_rng(3)
     for _ in range(40):
         lengths = generator.integers(1, 60, 9)
-        assert len(pack(lengths, 100)) == fewest(sorted(lengths.tolist(), reverse=True), 100)
+        assert len(pack(lengths, np.zeros_like(lengths), Limits(100, 1))) == fewest(
+            sorted(lengths.tolist(), reverse=True), 100
+        )
 
 
 def test_a_million_samples_cost_no_more_than_two_seconds_an_epoch() -> None:
