@@ -7,6 +7,7 @@ loader to `accelerator.prepare`, which would read everything on every rank and t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Generator, Iterator
@@ -135,7 +136,7 @@ class TrainStream(IterableDataset[MicroBatch]):
         """End the running iteration, and its threads. One that another thread is waiting in at this moment is
         left to that thread: it cannot be ended from here."""
         running = self._active() if self._active is not None else None
-        if running is not None and not running.gi_running:
+        if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
             running.close()
         self._active = None
 
