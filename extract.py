@@ -12,20 +12,16 @@ from __future__ import annotations
 from dflash_stream import config, entry
 
 
-def main() -> int | None:
-    """Read the settings, extract what is missing; when a signal stops it, exit with 128 plus its number."""
+def main() -> None:
+    """Read the settings, extract what is missing."""
     settings, _ = config.load(
         program="extract.py",
         about="Stream the target's hidden states of a prepared run into its store.",
         sections=("store", "target", "extract", "tracking"),
     )
-    from dflash_stream.extract import Interrupted, extract  # torch only now: mistakes are answered at once
+    from dflash_stream.extract import extract  # torch only now: mistakes are answered at once
 
-    try:
-        extract(settings)
-    except Interrupted as stop:
-        return stop.exit_code
-    return None
+    extract(settings)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ store.
 Any number of processes work on one run and know of each other only through the store. Restarting continues.
 """
 
-from dflash_stream.extract.lifetime import Interrupted
 from dflash_stream.extract.session import ExtractSummary, extract
 
-__all__ = ["ExtractSummary", "Interrupted", "extract"]
+__all__ = ["ExtractSummary", "extract"]

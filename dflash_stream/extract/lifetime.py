@@ -14,15 +14,9 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from dflash_stream.errors import Interrupted
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Interrupted(BaseException):
-    """The process was asked to stop. `exit_code` is 128 plus the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
 
 
 class Lifetime:

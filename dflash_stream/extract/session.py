@@ -12,8 +12,9 @@ import torch
 
 from dflash_stream import __version__
 from dflash_stream.config import Config
+from dflash_stream.errors import Interrupted
 from dflash_stream.extract.claims import Claims
-from dflash_stream.extract.lifetime import Interrupted, Lifetime
+from dflash_stream.extract.lifetime import Lifetime
 from dflash_stream.extract.place import Place, take_place
 from dflash_stream.extract.settings import check_settings, check_target, target_settings
 from dflash_stream.extract.worker import ExtractSummary, Worker

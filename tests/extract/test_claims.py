@@ -14,8 +14,8 @@ import pytest
 
 from dflash_stream import layout
 from dflash_stream.config import StoreSettings
+from dflash_stream.errors import Interrupted
 from dflash_stream.extract.claims import Claims
-from dflash_stream.extract.lifetime import Interrupted
 from dflash_stream.store import NotFound, Store, open_store
 
 TTL_S = 60.0

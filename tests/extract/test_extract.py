@@ -16,8 +16,8 @@ import torch
 
 from dflash_stream import layout
 from dflash_stream.config import Config, StoreSettings, TargetSettings, build
-from dflash_stream.errors import UserError
-from dflash_stream.extract import Interrupted, extract, session, worker
+from dflash_stream.errors import Interrupted, UserError
+from dflash_stream.extract import extract, session, worker
 from dflash_stream.extract.claims import Claims
 from dflash_stream.run import Run
 from dflash_stream.shards import index as index_module
