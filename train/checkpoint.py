@@ -103,7 +103,10 @@ def read_owner(store: Store, name: str) -> tuple[OwnerRecord, str] | None:
     try:
         record = OwnerRecord.model_validate_json(body)
     except ValidationError as error:
-        raise UserError(f"{store.url}/{key} is not an owner record: {error}") from None
+        lacking = ", ".join(".".join(map(str, problem["loc"])) or problem["msg"] for problem in error.errors())
+        raise UserError(
+            f"{store.url}/{key} is damaged, it is not an owner record ({lacking}): choose another --train.name"
+        ) from None
     if record.version != OWNER_VERSION:
         raise UserError(
             f"{store.url}/{key} has version {record.version}, this dflash-stream reads {OWNER_VERSION}"
@@ -185,6 +188,11 @@ class Ownership:
         uploads = list(self.store.list_uploads(checkpoints))
         found = read_owner(self.store, self.name)
         old = found[0] if found else None
+        if old is None and objects:
+            raise UserError(
+                f"{self.store.url}/{layout.owner(self.name)} is missing, while there are {len(objects)} objects of "
+                f"checkpoints: it was deleted from outside. Choose another --train.name, or delete {checkpoints}"
+            )
         if old is not None and old.checkpoints:
             self._compare(old)
         self._record = OwnerRecord(

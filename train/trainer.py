@@ -23,7 +23,7 @@ from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.head import load_head
 from dflash_stream.run import Run
-from dflash_stream.store import Uploader, open_store
+from dflash_stream.store import StoreError, Uploader, open_store
 from dflash_stream.stream.loader import TrainStream, make_loader, validation_samples
 from dflash_stream.tracking import Tracker, open_tracker
 from train import checkpoint
@@ -32,7 +32,7 @@ from train.blocks import Blocks
 from train.checkpoint import (
     MODEL,
     OPTIMIZER,
-    CheckpointRecord,
+    OwnerRecord,
     Ownership,
     Publisher,
     Snapshot,
@@ -133,7 +133,7 @@ class Training:
         """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has
         read."""
         record = self.ranks.from_first(self.ownership.take)
-        state = self.ranks.from_first(lambda: self._load(record.newest))
+        state = self.ranks.from_first(lambda: self._load(record))
         for tensor in (*self.optimizer.named.values(), *self.optimizer.tensors().values()):
             self.ranks.broadcast_(tensor.data)
         if state is None:
@@ -144,18 +144,29 @@ class Training:
         self.tokens, self.acceptance = state.tokens, state.acceptance
         self.first_loss, self.last_loss = state.first_loss, state.last_loss
 
-    def _load(self, newest: CheckpointRecord | None) -> TrainState | None:
-        """Rank 0: fill weights and moments from the newest checkpoint, if there is one."""
+    def _load(self, record: OwnerRecord) -> TrainState | None:
+        """Rank 0: fill weights and moments from the newest checkpoint that is whole; None when there is none at
+        all."""
         published = json.dumps(self.plan.drafter.to_json(), indent=1)
         self.store.put(layout.drafter_config(self.config.train.name), published.encode())
-        if newest is None:
-            return None
-        state = checkpoint.read_state(self.store, newest)
-        checkpoint.load_tensors(self.store, newest, MODEL, self.optimizer.named)
-        checkpoint.load_tensors(self.store, newest, OPTIMIZER, self.optimizer.tensors())
-        self.publisher.published = newest
-        log.info("continuing at step %d of %d, from %s", state.step, self.plan.total_steps, newest.prefix)
-        return state
+        for found in reversed(record.checkpoints):
+            try:
+                state = checkpoint.read_state(self.store, found)
+                checkpoint.load_tensors(self.store, found, MODEL, self.optimizer.named)
+                checkpoint.load_tensors(self.store, found, OPTIMIZER, self.optimizer.tensors())
+            except StoreError:
+                raise  # the store is at fault, not the checkpoint
+            except UserError as error:
+                if found is record.checkpoints[0]:
+                    raise UserError(
+                        f"{error}. There is no older checkpoint: begin anew under another --train.name"
+                    ) from None
+                log.warning("%s. Going back to the checkpoint before it", error)
+                continue
+            self.publisher.published = found
+            log.info("continuing at step %d of %d, from %s", state.step, self.plan.total_steps, found.prefix)
+            return state
+        return None
 
     def run(self) -> TrainSummary:
         """All steps that are left. The tracker and the publisher end with it, however it ends."""

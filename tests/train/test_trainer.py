@@ -326,3 +326,37 @@ def test_signal_is_not_heard_while_the_store_is_silent(
     going_on.set()
     assert end.value.code == 128 + signal.SIGTERM
     assert recorders[0].state == "failed"
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, checkpoint.STATE])
+def test_deleted_file_of_the_newest_checkpoint_ends_a_training_for_ever(
+    url: str, recorders: list[Recorder], caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    train(settings(url, train={"name": "whole", "max_steps": 6}))
+    config = settings(url, train={"max_steps": 6, "checkpoint_every_steps": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 5, crash)
+        with pytest.raises(RuntimeError, match="plug"):
+            train(config)
+    store = open_store(config.store)
+    found = checkpoint.read_owner(store, "drafter")
+    assert found is not None
+    older, newest = found[0].checkpoints
+    store.delete([newest.prefix + file])
+    assert train(config).steps == 6
+    assert f"{file} is missing" in caplog.text
+    assert min(recorders[-1].logged) == older.step + 1
+    ours, theirs = weights(store, "drafter"), weights(store, "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_no_checkpoint_that_is_whole_starts_from_nothing(url: str, recorders: list[Recorder]) -> None:
+    config = settings(url, train={"max_steps": 2})
+    train(config)
+    store = open_store(config.store)
+    store.delete([checkpoint.newest_checkpoint(store, "drafter").prefix + MODEL])
+    with pytest.raises(UserError, match=r"is missing.*begin anew under another --train\.name"):
+        train(settings(url, train={"max_steps": 4}))
+    store.delete([layout.owner("drafter")])
+    with pytest.raises(UserError, match=r"owner is missing, while there are 2 objects of checkpoints"):
+        train(config)
