@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dflash_stream import layout
 from dflash_stream.errors import UserError
 from dflash_stream.run import Run
-from dflash_stream.shards.record import ShardRecord, check_layout
+from dflash_stream.shards.record import REMAKE, ShardRecord, check_layout
 from dflash_stream.store import PreconditionFailed, Store
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def read_record(store: Store, unit: int) -> ShardRecord:
     if record.unit != unit or not record.object.startswith(layout.SHARDS):
         raise UserError(
             f"{store.url}/{key} is the record of unit {record.unit} and object {record.object!r}: "
-            "it was copied or renamed. See: dflash-stream repair"
+            "it was copied or renamed. "
+            f"{REMAKE}"
         )
     return record
 
@@ -146,7 +147,7 @@ def commit(store: Store, record: ShardRecord) -> Committed:
     except UserError as error:
         raise UserError(
             f"{store.url}/{record.object} is whole, but whether it was committed is not known: {error}. "
-            "Nothing was deleted; dflash-stream repair commits or removes it"
+            "Nothing was deleted: run extract.py again, it makes the unit anew if it is not committed"
         ) from error
     if standing.object == record.object:
         return Committed(standing, ours=True)
@@ -159,7 +160,10 @@ def commit(store: Store, record: ShardRecord) -> Committed:
         store.delete([record.object])
     except UserError as error:  # the unit is committed all the same
         log.warning(
-            "%s/%s was left behind; dflash-stream repair removes it: %s", store.url, record.object, error
+            "%s/%s was left behind; it is no part of the run and may be deleted: %s",
+            store.url,
+            record.object,
+            error,
         )
     return Committed(standing, ours=False)
 
@@ -230,7 +234,7 @@ def _load_record(store: Store, run: Run, index: ShardIndex, unit: int) -> None:
     stored = _match(record, run.samples.key[rows], where)
     tokens = run.samples.tokens[rows][stored]
     if not np.array_equal(tokens, [sample.tokens for sample in record.samples]):
-        raise UserError(f"{where}: token counts differ from the sample table. See: dflash-stream repair")
+        raise UserError(f"{where}: token counts differ from the sample table. {REMAKE}")
     state = np.full(rows.stop - rows.start, _REFUSED, np.uint8)
     state[stored] = _STORED
     index.state[rows] = state
@@ -261,7 +265,7 @@ def _match(record: ShardRecord, keys: Sequence[str], where: str) -> NDArray[np.i
         )
         raise UserError(
             f"{where}: the sample table has {len(keys)} samples for unit {record.unit}, the record has "
-            f"{len(record.samples)} and {len(record.refused)} refused; it {what}. See: dflash-stream repair"
+            f"{len(record.samples)} and {len(record.refused)} refused; it {what}. {REMAKE}"
         )
     return np.asarray(stored, np.int64)
 

@@ -15,6 +15,7 @@ from dflash_stream.shards import tar
 from dflash_stream.store import Store
 
 RECORD_VERSION = 1
+REMAKE = "To have a shard made anew, delete its record (index/shard-UNIT.json) and run extract.py again"
 INDEX_MEMBER = "__index__"  # webdataset skips names like this one
 MAX_TAIL_BYTES = 256 << 20  # in which an index is looked for: some 2.5 million samples
 
@@ -63,7 +64,9 @@ class ShardRecord(_Frozen):
         try:
             record = cls.model_validate_json(body)
         except ValidationError as error:
-            raise UserError(f"{where} is not a shard record: {error}") from None
+            what = error.errors()[0]
+            at = f" at {'.'.join(map(str, what['loc']))}" if what["loc"] else ""
+            raise UserError(f"{where} is not a shard record: {what['msg']}{at}. {REMAKE}") from None
         if record.version != RECORD_VERSION:
             raise UserError(
                 f"{where} has record version {record.version}, this dflash-stream reads {RECORD_VERSION}"
@@ -103,11 +106,11 @@ def check_layout(record: ShardRecord, where: str) -> None:
         if sample.offset != reached + tar.BLOCK_BYTES or sample.size <= 0:
             raise UserError(
                 f"{where}: sample {sample.key} is said to begin at byte {sample.offset:,}, "
-                f"expected {reached + tar.BLOCK_BYTES:,}: the record is damaged. See: dflash-stream repair"
+                f"expected {reached + tar.BLOCK_BYTES:,}: the record is damaged. {REMAKE}"
             )
         reached += tar.member_bytes(sample.size)
     if record.size and reached > record.size:
         raise UserError(
             f"{where}: its samples have {reached:,} bytes, the object {record.size:,}: the record is damaged. "
-            "See: dflash-stream repair"
+            f"{REMAKE}"
         )

@@ -29,7 +29,7 @@ from dflash_stream.run import Run
 from dflash_stream.shards import tar
 from dflash_stream.shards.codec import decode
 from dflash_stream.shards.index import committed_units, load_index, read_record
-from dflash_stream.shards.record import ShardRecord, check_layout
+from dflash_stream.shards.record import REMAKE, ShardRecord, check_layout
 from dflash_stream.shards.writer import SUFFIX
 from dflash_stream.store import Store, crc32c, open_store
 
@@ -226,16 +226,14 @@ class ShardCheck:
                 expected = self._expectation[: len(piece)]
                 self._expectation = self._expectation[len(piece) :]
                 if piece != expected:
-                    raise UserError(
-                        f"{self._url} is damaged at the tar header of {self._key}. See: dflash-stream repair"
-                    )
+                    raise UserError(f"{self._url} is damaged at the tar header of {self._key}. {REMAKE}")
             else:
                 self._crc32c = crc32c(piece, self._crc32c)
                 if not self._left and self._crc32c != self._expectation:
                     raise UserError(
                         f"sample {self._key} of {self._url} is damaged, in the store or on the way here: its "
                         f"CRC32C is {self._crc32c:08x}, recorded was {self._expectation:08x}. "
-                        "See: dflash-stream repair"
+                        f"{REMAKE}"
                     )
             if not self._left:
                 self._next()

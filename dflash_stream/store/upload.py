@@ -397,7 +397,7 @@ class ObjectUpload:
             with self._uploader._lock:
                 self._uploader.left_behind.append(self.key)
             log.warning(
-                "an unfinished upload of %s is left behind; dflash-stream repair removes it: %s",
+                "an unfinished upload of %s is left behind; the store's rule for unfinished uploads removes it: %s",
                 self.key,
                 error,
             )

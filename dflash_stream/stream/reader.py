@@ -24,6 +24,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.run import Run
 from dflash_stream.shards.codec import decode
 from dflash_stream.shards.index import Location, ShardIndex
+from dflash_stream.shards.record import REMAKE
 from dflash_stream.store import ObjectChanged, Store, crc32c
 from dflash_stream.stream.ranges import cut, plan_reads
 from dflash_stream.stream.sample import Sample
@@ -321,7 +322,7 @@ class _Fetch:
         if found != where.crc32c:
             raise UserError(
                 f"{self._place(entry)} is damaged: CRC32C {found:08x}, the index says {where.crc32c:08x} (read "
-                "twice). The shard must be made again: dflash-stream repair"
+                f"twice). {REMAKE}"
             )
 
     def _decode(self, entry: _Entry) -> Sample:
