@@ -29,6 +29,7 @@ def run(command: Callable[[], int | None]) -> None:
     )
     for noisy in ("botocore", "boto3", "urllib3", "httpx", "httpcore", "accelerate", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     end_with_launcher()
     try:
         status = _stoppable(command)

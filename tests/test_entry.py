@@ -23,6 +23,23 @@ def command():
 entry.run(command)
 """
 
+RETRYING_HUB = """
+import logging
+from dflash_stream import entry
+
+def command():
+    import huggingface_hub
+    logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+
+entry.run(command)
+"""
+
+
+def test_warnings_of_the_hub_appear_twice() -> None:
+    process = start(sys.executable, "-c", RETRYING_HUB)
+    output, _ = process.communicate(timeout=60)
+    assert output.count("Retrying in 1s") == 1
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_leaves_temporary_files_or_a_traceback(tmp_path: Path, number: int) -> None:

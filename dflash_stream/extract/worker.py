@@ -142,7 +142,10 @@ class Worker:
                     self._claims.release(unit)
             if not free:
                 if pause_s == SHORTEST_POLL_S:
-                    logger.info("other processes work on all that is missing (%d units): waiting", len(missing))
+                    logger.info(
+                        "other processes work on all that is missing (units: %d): waiting; the claim of one that "
+                        "died lapses within %.0f s", len(missing), self._settings.claim_ttl_s,
+                    )  # fmt: skip
                 if self._draining:
                     self._collect(wait_s=pause_s)
                 else:

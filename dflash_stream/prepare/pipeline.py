@@ -193,7 +193,7 @@ def _tokenise(
     train = Spill(scratch / "train", buckets, lambda meta: meta["order"])
     held_out = Spill(scratch / "held-out", buckets, (lambda meta: meta["order"]) if explicit else _group_place)
     workers = worker_count(settings, inputs.bytes)
-    log(f"reading {len(inputs.paths)} files, {inputs.bytes / 2**20:,.1f} MiB, with {workers} processes")
+    log(f"reading {inputs.bytes / 2**20:,.1f} MiB (files: {len(inputs.paths)}, processes: {workers})")
     next_line = time.monotonic() + PROGRESS_S
     for chunk, samples in make_samples(inputs.chunks(), config.target, settings, draft.limits, workers):
         report.add(samples)
@@ -299,7 +299,7 @@ def _summarise(
     log(f"tokens     {tokens:,}, {supervised / tokens:.1%} supervised")
     log(f"units      {identity.units:,}, {identity.validation.units:,} of them held-out samples")
     log(
-        f"states     {stored / 2**30:,.2f} GiB to be made with the raw codec: {identity.bytes_per_token:,} "
+        f"states     {stored / 2**30:,.2f} GiB to be made, as raw bf16: {identity.bytes_per_token:,} "
         f"bytes a token, layers {identity.layers}"
     )
     for warning in warnings:

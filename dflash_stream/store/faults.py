@@ -110,7 +110,10 @@ def _of_answer(error: ClientError) -> Fault:
     code = str(response.get("Error", {}).get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     message = scrub(str(response.get("Error", {}).get("Message", "")))
-    cause = f"the store answered {status} {code}" + (f" ({message})" if message not in ("", code) else "")
+    named = (
+        f" {code}" if code not in ("", str(status)) else ""
+    )  # the answer to a HEAD has no body that names it
+    cause = f"the store answered {status}{named}" + (f" ({message})" if message not in ("", code) else "")
     if status == 412 or code == "PreconditionFailed":
         if error.operation_name == "GetObject":
             return Fault(

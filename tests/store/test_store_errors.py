@@ -59,6 +59,11 @@ def test_wrong_credentials_are_named(s3_server: S3Server, s3_url: str, credentia
     assert "AWS_ACCESS_KEY_ID" in said
 
 
+def test_a_refused_head_is_told_once(s3_server: S3Server, s3_url: str, credentials: None) -> None:
+    with pytest.raises(StoreError, match=r"answered 403 \(Forbidden\)\. Check the credentials"):
+        open_store(StoreSettings(url=s3_url, endpoint=s3_server.endpoint)).head("run.json")
+
+
 def test_a_wrong_secret_is_named(s3_server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     said = complaint(StoreSettings(url=s3_url))
