@@ -246,6 +246,13 @@ def _type_name(annotation: Any) -> str:
     return str(getattr(annotation, "__name__", annotation)).upper()
 
 
+def _as_yaml(value: Any) -> str:
+    """A default as one would write it in the YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
 def describe_settings(first: tuple[str, ...]) -> str:
     """The help text: every setting with its type, unit and default; the sections that a command reads come first."""
     lines = []
@@ -259,7 +266,7 @@ def describe_settings(first: tuple[str, ...]) -> str:
             current = section
         unit = (field.json_schema_extra or {}).get("unit", "")
         default = field.default
-        default = "unset" if default is None or default in ("", [], {}) else default
+        default = "unset" if default is None or default in ("", [], {}) else _as_yaml(default)
         note = f"default {default}" + (
             f" {unit}" if unit and default != "unset" else f", in {unit}" if unit else ""
         )
@@ -365,6 +372,7 @@ def load(
     )
     if not any("--help" in action.option_strings for action in parser._actions):
         parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.name value …]"
     parser.epilog = "settings:" + describe_settings(sections)
     known_args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     values = _read_yaml(known_args.config) if known_args.config else {}

@@ -123,6 +123,8 @@ def test_help_shows_every_setting_with_its_default() -> None:
         assert f"--{name} " in text
         assert field.description, f"{name} has no description"
     assert "default 16 requests" in text
+    assert "(default true)" in text
+    assert "(default [0.9, 0.95])" in text
 
 
 def test_both_daily_commands_show_their_settings(

@@ -105,7 +105,7 @@ class EvalReport:
             f"{self.drafter}, step {self.step:,}: {self.samples:,} held-out samples, "
             f"{self.tokens:,} tokens of the target's own text"
         )
-        table = Table("", "untrained", "trained", title=title, title_justify="left")
+        table = Table("", "untrained", "trained")
         if self.untrained and self.trained and self.difference_interval:
             pair = (self.untrained, self.trained)
             table.add_row(
@@ -126,6 +126,7 @@ class EvalReport:
             table.add_row("tokens a target forward", "", f"{live.tokens_per_forward:.3f}")
             table.add_row("texts equal to greedy", "", f"{live.equal_texts:,} of {live.prompts:,}")
         console = Console(file=io.StringIO(), width=112)
+        console.print(title)  # not the table's own, which is wrapped to its width
         console.print(table)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
