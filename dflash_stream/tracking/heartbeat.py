@@ -19,6 +19,7 @@ from dflash_stream import layout
 from dflash_stream.store import Store, StoreError
 
 INTERVAL_S = 30.0
+CLOSE_S = 3.0  # at the end, how long the last beat may take: a store that is down must not keep the process
 
 
 def worker_name() -> str:
@@ -36,6 +37,8 @@ class Heartbeat:
         self._values: dict[str, Any] = {"phase": phase, "worker": worker_name(), "started": time.time()}
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._give_up = threading.Event()
+        self._ended_as = "finished"
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -47,15 +50,16 @@ class Heartbeat:
         with self._lock:
             body = json.dumps({**self._values, "state": state, "time": time.time()}, default=str)
         with contextlib.suppress(StoreError):  # the next beat tries again; the work itself reports a lost store
-            self._store.put(self._key, body.encode())
+            self._store.put(self._key, body.encode(), give_up=self._give_up)
 
     def _beat(self) -> None:
         while not self._closed.wait(self._interval_s):
             self._publish("running")
+        self._publish(self._ended_as)
 
     def close(self, state: str) -> None:
         """Publish a last time, with how the process ended ("finished", or what else `state` says)."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._thread.join(timeout=5)
-            self._publish(state)
+        self._ended_as = state
+        self._closed.set()
+        self._thread.join(CLOSE_S)
+        self._give_up.set()

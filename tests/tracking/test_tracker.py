@@ -90,6 +90,19 @@ def test_the_heartbeat_beats_by_itself(tmp_path: Path) -> None:
     heartbeat.close("finished")
 
 
+def test_a_store_that_is_down_keeps_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("dflash_stream.tracking.heartbeat.CLOSE_S", 0.2)
+    down = {"url": "s3://bucket/run", "endpoint": "http://127.0.0.1:9", "deadline_s": 60.0}
+    heartbeat = Heartbeat(open_store(build({"store": down}).store), "train")
+    began = time.monotonic()
+    heartbeat.close("failed")
+    assert time.monotonic() - began < 5
+    heartbeat._thread.join(10)
+    assert not heartbeat._thread.is_alive()
+
+
 def test_a_key_in_netrc_counts_as_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
