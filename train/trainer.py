@@ -315,7 +315,7 @@ class Training:
         self.acceptance = figures.get("acceptance_length", self.acceptance)
         tracker.log({f"validation/{name}": value for name, value in figures.items()}, step=self.step)
         if ranks.first:
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items() if "/" not in name)
+            shown = "  ".join(f"{name} {value:,.6g}" for name, value in figures.items() if "/" not in name)
             log.info("step %d/%d  validation  %s", self.step, self.plan.total_steps, shown)
 
     def _save(self) -> None:
