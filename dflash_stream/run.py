@@ -25,6 +25,7 @@ from dflash_stream.store import NotFound, PreconditionFailed, Store
 
 FORMAT_VERSION = 1
 LAYER_CONVENTION = "output of decoder layer i, 0-based, before any final norm"
+REWRITE = "run dflash-stream prepare again, with the inputs and settings of the run: it writes what is missing"
 
 SAMPLES_SCHEMA = pa.schema(
     [
@@ -166,11 +167,10 @@ class Run:
     @cached_property
     def samples(self) -> SampleTable:
         """The sample table, checked against the hash in run.json."""
-        body, _ = self.store.get(layout.SAMPLES)
+        body = self._prepared(layout.SAMPLES)
         if hashlib.sha256(body).hexdigest() != self.identity.samples_sha256:
             raise UserError(
-                f"{self.store.url}/{layout.SAMPLES} is not the table that run.json names: the run is damaged, "
-                "prepare it anew"
+                f"{self.store.url}/{layout.SAMPLES} is not the table that run.json names. Delete it and {REWRITE}"
             )
         table = pq.read_table(io.BytesIO(body), schema=SAMPLES_SCHEMA)
         column = {name: table.column(name) for name in table.column_names}
@@ -186,9 +186,15 @@ class Run:
             ),
         )
 
+    def _prepared(self, key: str) -> bytes:
+        try:
+            return self.store.get(key)[0]
+        except NotFound:
+            raise UserError(f"{self.store.url}/{key} is missing: {REWRITE}") from None
+
     def unit(self, unit: int) -> list[PreparedSample]:
         """The prepared samples of a unit, in the order of its shard."""
-        body, _ = self.store.get(layout.unit_tokens(unit))
+        body = self._prepared(layout.unit_tokens(unit))
         table = pq.read_table(io.BytesIO(body), schema=UNIT_SCHEMA)
         return [
             PreparedSample(key, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))

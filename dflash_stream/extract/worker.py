@@ -26,7 +26,7 @@ from dflash_stream.config import ExtractSettings
 from dflash_stream.errors import UserError
 from dflash_stream.extract.claims import Claims
 from dflash_stream.extract.forward import continuations, states_in_order
-from dflash_stream.run import PreparedSample, Run
+from dflash_stream.run import REWRITE, PreparedSample, Run
 from dflash_stream.shards.index import Committed, committed_units
 from dflash_stream.shards.tensors import SampleError
 from dflash_stream.shards.writer import ShardWriter
@@ -192,7 +192,7 @@ class Worker:
             samples = self._run.unit(unit)
         except ValueError as error:  # pyarrow's, for what is not the Parquet file it should be
             raise UserError(
-                f"{self._run.store.url}/{layout.unit_tokens(unit)} is damaged ({error}): prepare the run anew"
+                f"{self._run.store.url}/{layout.unit_tokens(unit)} is damaged ({error}). Delete it and {REWRITE}"
             ) from None
         vocabulary = self._run.identity.target.vocab_size
         for sample in samples:

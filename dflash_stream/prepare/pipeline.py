@@ -22,7 +22,7 @@ from dflash_stream import layout
 from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.hashing import mix64
-from dflash_stream.head import write_head
+from dflash_stream.head import CONFIG, WEIGHTS, write_head
 from dflash_stream.prepare import identity as build
 from dflash_stream.prepare.inputs import Chunk, find_files, read_chunks
 from dflash_stream.prepare.report import Report, check_share
@@ -35,6 +35,7 @@ from dflash_stream.run import Identity, Run, ValidationRule, compare
 from dflash_stream.store import NotFound, Store, open_store
 
 REJECTED = layout.TOKENS + "rejected.jsonl"
+SAMPLES, REFUSED = "samples.parquet", "rejected.jsonl"  # in the temporary directory
 HELD_OUT = 0x68656C64  # keeps the split's hash apart from every other use of the same hash
 PROGRESS_S = 10.0
 Log = Callable[[str], None]
@@ -95,22 +96,23 @@ def _prepare(config: Config, inputs: Inputs, store: Store, log: Log) -> Run:
     else:
         store.check()
         _refuse_remains(store)
-    with tempfile.TemporaryDirectory(prefix="dflash-prepare-") as scratch:
-        report = Report(Path(scratch) / "rejected.jsonl")
-        try:
-            identity = _make(config, inputs, None if existing else store, draft, report, Path(scratch), log)
-        finally:
-            report.close()
-        run = Run(store, identity)
+    with tempfile.TemporaryDirectory(prefix="dflash-prepare-") as directory:
+        scratch = Path(directory)
         if existing is not None:
+            identity = _make(config, inputs, None, draft, scratch / "compared", log)
             compare(existing, identity, store.url)
-            log(f"{store.url} is prepared already, with the same data and settings: nothing to do")
-            return run
-        _put_file(store, config, layout.SAMPLES, Path(scratch) / "samples.parquet")
-        _put_file(store, config, REJECTED, report.path)
+            lacking = _lacking(store, identity.units)
+            if not lacking:
+                log(f"{store.url} is prepared already, with the same data and settings: nothing to do")
+                return Run(store, identity)
+            log(f"{store.url} lacks {lacking[0]} (objects missing: {len(lacking)}): writing all of them again")
+        identity = _make(config, inputs, store, draft, scratch / "written", log)
+        _put_file(store, config, layout.SAMPLES, scratch / "written" / SAMPLES)
+        _put_file(store, config, REJECTED, scratch / "written" / REFUSED)
     log(f"copying the head of {config.target.id}: embedding, final norm, lm_head, tokenizer, config")
     write_head(store, config.store, config.target)
     _delete_stale(store, identity.units)
+    run = Run(store, identity)
     run.publish()
     log(f"{store.url} is prepared")
     return run
@@ -139,14 +141,17 @@ def _make(
     inputs: Inputs,
     store: Store | None,
     draft: build.Draft,
-    report: Report,
     scratch: Path,
     log: Log,
 ) -> Identity:
-    """Tokenise, shuffle, cut, write; the identity of what was made."""
+    """Tokenise, shuffle, cut, write units; the identity of what was made. Table and refusals are in `scratch`."""
     settings = config.prepare
-    train, held_out = _tokenise(config, inputs, draft, report, scratch, log)
-    report.close()
+    scratch.mkdir()
+    report = Report(scratch / REFUSED)
+    try:
+        train, held_out = _tokenise(config, inputs, draft, report, scratch, log)
+    finally:
+        report.close()
     report.check(settings.max_rejected_fraction)
     renderer = make_renderer(config.target, settings) if report.chats else None
     writer = Writer(
@@ -154,7 +159,7 @@ def _make(
         [path.name for path in inputs.paths],
         settings.unit_bytes,
         draft.sample_bytes,
-        scratch / "samples.parquet",
+        scratch / SAMPLES,
     )
     try:
         left_out = _write(config, train, held_out, writer)
@@ -271,6 +276,13 @@ def _put_file(store: Store, config: Config, key: str, path: Path) -> None:
         while piece := file.read(1 << 20):
             upload.write(piece)
         upload.finish().result()
+
+
+def _lacking(store: Store, units: int) -> list[str]:
+    """What `prepare` wrote for this run and is not there any more."""
+    wanted = [layout.unit_tokens(unit) for unit in range(units)] + [layout.SAMPLES, WEIGHTS, CONFIG]
+    there = {info.key for prefix in (layout.TOKENS, layout.HEAD) for info in store.list(prefix)}
+    return [key for key in wanted if key not in there]
 
 
 def _delete_stale(store: Store, units: int) -> None:

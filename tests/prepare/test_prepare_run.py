@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dflash_stream import config, layout
 from dflash_stream.errors import UserError
-from dflash_stream.head import load_head, load_tokenizer
+from dflash_stream.head import WEIGHTS, load_head, load_tokenizer
 from dflash_stream.prepare import pipeline, prepare
 from dflash_stream.prepare.viewer import show
 from dflash_stream.run import Run, SampleTable
@@ -463,3 +463,19 @@ def test_shards_of_a_run_that_is_gone_are_taken_for_the_new_ones(run_prepare: Pr
         UserError, match=r"left of a run without its run\.json.*shard-000000\.json.*another store\.url"
     ):
         run_prepare(source, seed=1)
+
+
+def test_what_was_deleted_from_a_run_stays_missing(run_prepare: Prepare, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", tokenised(20))
+    store = run_prepare(source).store
+    before = contents(store)
+    for key in (layout.unit_tokens(0), layout.SAMPLES, WEIGHTS):
+        store.delete([key])
+        run = Run.open(store)
+        if key != WEIGHTS:
+            with pytest.raises(UserError, match=rf"{key} is missing: run dflash-stream prepare again"):
+                assert [run.unit(0), run.samples]
+        with pytest.raises(UserError, match="another run"):
+            run_prepare(source, seed=1)
+        run_prepare(source)
+        assert contents(store) == before
