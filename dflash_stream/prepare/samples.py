@@ -36,6 +36,7 @@ META = np.dtype(
         ("prompt", "<i4"),  # tokens before the first supervised one
     ]
 )
+REASON_CHARS = 400
 TOKEN_BYTES = 5  # of a token in a spill file: its id and its mask
 
 
@@ -118,7 +119,7 @@ class Maker:
                 tokenised, found = self._tokens(row)
                 made = [self._sample(source, name, number, tokens) for tokens in found]
             except BadRow as reason:
-                out.refused.append(Rejection(name, number, str(reason), True))
+                out.refused.append(Rejection(name, number, shorten(str(reason)), True))
                 continue
             out.chats += not tokenised
             for sample in made:
@@ -169,6 +170,11 @@ class Maker:
         prompt = int(mask.argmax())
         meta = (order, tokens.group, content, row, source, tokens.turn, len(ids), supervised, prompt)
         return meta, ids.astype("<i4").tobytes() + mask.tobytes()
+
+
+def shorten(reason: str) -> str:
+    """A reason may quote the row, which may be of any size."""
+    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 2] + " …"
 
 
 def turn_suffix(tokens: Tokens) -> str:

@@ -90,6 +90,13 @@ def test_samples_without_a_prompt_are_held_out_all_together() -> None:
     assert len(set(maker().make(0, "a.jsonl", rows).meta["group"].tolist())) == 4
 
 
+def test_a_reason_quotes_a_whole_row() -> None:
+    row = {"messages": [{"role": "x" * 10_000, "content": "a"}]}
+    refused = Maker(PrepareSettings(), Limits(50, 10), lambda: None).make(0, "a.jsonl", [(0, row)]).refused
+    assert refused[0].reason.startswith("message 0: unknown role 'xxx")
+    assert len(refused[0].reason) == 400
+
+
 def test_too_few_supervised_tokens_drop_and_a_sample_over_the_member_limit_is_refused() -> None:
     row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0]}
     assert maker(min_supervised_tokens=3).make(0, "a", [(0, row)]).refused[0].reason.startswith("fewer than 3")
