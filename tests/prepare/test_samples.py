@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,11 @@ def test_samples_without_a_prompt_are_held_out_all_together() -> None:
 
 def test_a_reason_quotes_a_whole_row() -> None:
     row = {"messages": [{"role": "x" * 10_000, "content": "a"}]}
-    refused = Maker(PrepareSettings(), Limits(50, 10), lambda: None).make(0, "a.jsonl", [(0, row)]).refused
+    refused = (
+        Maker(PrepareSettings(), Limits(50, 10), lambda: SimpleNamespace(tokens=None))
+        .make(0, "a.jsonl", [(0, row)])
+        .refused
+    )
     assert refused[0].reason.startswith("message 0: unknown role 'xxx")
     assert len(refused[0].reason) == 400
 
