@@ -276,9 +276,10 @@ def describe_settings(first: tuple[str, ...]) -> str:
 
 
 def refuse_unknown(name: str, where: str) -> UserError:
-    """The error for a setting that does not exist: names the nearest one that does."""
+    """The error for a setting, or section, that does not exist: names the nearest one that does."""
     names = list(known_settings())
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [] if "." in name else difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=0.7)
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if not near:  # the right name in the wrong section, or no section at all
         tail = {n.split(".")[1]: n for n in names}
         near = [tail[t] for t in difflib.get_close_matches(name.split(".")[-1], list(tail), n=1, cutoff=0.5)]

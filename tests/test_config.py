@@ -98,7 +98,8 @@ def test_wrong_arguments_are_refused_with_the_remedy(arguments: list[str], expec
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stor:\n  url: x\n", "unknown setting stor"),
+        ("stor:\n  url: x\n", "unknown setting stor in .*: did you mean store\\?"),
+        ("trian:\n  lr: 1\n", "unknown setting trian in .*: did you mean train\\?"),
         ("store:\n  endpont: x\n", "did you mean store.endpoint"),
         ("store: x\n", "section store must hold settings"),
         ("- a\n", "expected sections"),

@@ -137,6 +137,8 @@ def _flat(value: Any) -> Any:
 def _parse_line(line: bytes) -> Any:
     try:
         return json.loads(line)
+    except json.JSONDecodeError as error:  # its own text counts lines within this one
+        return BadRow(f"not JSON: {error.msg} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return BadRow(f"not JSON: {error}")
 

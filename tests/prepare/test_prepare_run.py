@@ -309,6 +309,7 @@ def test_bad_rows_are_listed_with_their_number_and_stored(run_prepare: Prepare, 
     stored = [json.loads(line) for line in run.store.get("tokens/rejected.jsonl")[0].splitlines()]
     assert [(entry["row"], entry["kind"]) for entry in stored] == [(18, "rejected"), (20, "rejected")]
     assert stored[0]["reason"].startswith("not JSON")
+    assert stored[0]["reason"].endswith("at character 2")
     shown = "\n".join(run_prepare.lines)  # type: ignore[attr-defined]
     assert "c.jsonl row 20: no assistant message" in shown
     assert "20 read, 2 rejected" in shown
