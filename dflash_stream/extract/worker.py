@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,6 @@ class _Draining:
     shard: Future[Committed]
     samples: int
     tokens: int
-    began: float = field(default_factory=time.monotonic)
 
 
 class Worker:
@@ -263,8 +262,7 @@ class Worker:
             self._done.bytes += committed.record.size
             self._tell(
                 f"unit {drain.unit} committed: {drain.samples} samples, {drain.tokens:,} tokens, "
-                f"{committed.record.size / 2**20:,.1f} MiB, "
-                f"{time.monotonic() - drain.began:.1f} s after its last state",
+                f"{committed.record.size / 2**20:,.1f} MiB",
                 now=True,
             )
 
