@@ -130,6 +130,7 @@ class Renderer:
         else:
             text = self.render(chat, count)
             spans = [self._span(chat, text, i) for i in answers]
+        check_calls(chat.messages[:count], text)
         try:
             encoding = self._encoder.encode(text, add_special_tokens=False)
         except TypeError:  # JSON can spell them, UTF-8 cannot
@@ -174,6 +175,18 @@ class Renderer:
         except Exception as error:
             raise BadRow(f"chat template: {error or type(error).__name__}") from None
         return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+
+
+def check_calls(messages: list[dict[str, Any]], text: str) -> None:
+    """BadRow when a tool call is missing from the rendered text: a template that knows no tools drops it silently,
+    and what is left would teach the model to say nothing.
+    """
+    for turn, message in enumerate(messages):
+        for call in message.get("tool_calls") or []:
+            if call["function"]["name"] not in text:
+                raise BadRow(
+                    f"turn {turn} calls {call['function']['name']}, which the chat template does not render"
+                )
 
 
 def trimmed(text: str, start: int, end: int) -> Span:

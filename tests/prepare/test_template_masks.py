@@ -182,6 +182,16 @@ def test_tool_calls_are_supervised_and_tool_answers_are_not(render: Any) -> None
     ]
 
 
+def test_tool_calls_that_the_template_drops_are_no_empty_answers(render: Any) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    with pytest.raises(BadRow, match="turn 1 calls weather, which the chat template does not render"):
+        render(messages)
+
+
 def test_the_templates_own_complaint_is_the_reason(render: Any) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(BadRow, match="No user query found"):
