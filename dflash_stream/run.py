@@ -240,13 +240,26 @@ def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+_PREPARE_FIELDS = ("layers", "codec", "final_state", "unit_bytes", "seed")
+
+
+def setting_of(field: str) -> str:
+    """A field of run.json as its setting, in parentheses; empty when no single setting decides it."""
+    name = field.removeprefix("text.").split(".")[0]
+    if (field.startswith("text.") and not name.endswith("_sha256")) or name in _PREPARE_FIELDS:
+        return f" (prepare.{name})"
+    return {"dtype": " (target.dtype)", "validation.new_tokens": " (prepare.validation_new_tokens)"}.get(
+        field, ""
+    )
+
+
 def compare(recorded: Identity, mine: Identity, where: str) -> None:
     """UserError naming each field that differs, both values, and what to do."""
     theirs, ours = flatten(recorded.model_dump()), flatten(mine.model_dump())
     differing = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
     if differing:
         lines = [
-            f"  {name}: the run has {theirs.get(name)!r}, these settings give {ours.get(name)!r}"
+            f"  {name}{setting_of(name)}: the run has {theirs.get(name)!r}, these settings give {ours.get(name)!r}"
             for name in differing
         ]
         raise UserError(

@@ -68,6 +68,8 @@ class Report:
     def listing(self) -> str:
         """The most frequent reasons, then the first rejected rows."""
         lines = [f"  {count} × {reason}" for reason, count in self.reasons.most_common(5)]
+        if self.first:
+            lines.append("  first rejected rows, counted from 0:")
         lines += [f"  {refusal.source} row {refusal.row}: {refusal.reason}" for refusal in self.first]
         if self.rejected > len(self.first) > 0:
             lines.append(f"  … and {self.rejected - len(self.first)} more")

@@ -86,7 +86,7 @@ class Connection:
                 client.meta.events.register("before-parse.s3", check_whole)
                 found = session.get_credentials()
         except (boto.BotoCoreError, ValueError) as error:
-            remedy = "Check --store.endpoint, --store.region and AWS_PROFILE"
+            remedy = "Check --store.endpoint (with http:// or https://), --store.region and AWS_PROFILE"
             raise StoreError(f"cannot open {settings.url}: {scrub(str(error))}. {remedy}") from None
         return client, (found.access_key, found.token) if found else None
 

@@ -51,7 +51,8 @@ def test_a_differing_setting_is_mixed_into_the_run(
     run: Run, setting: str, value: Any, field: str, shown: str
 ) -> None:
     with pytest.raises(
-        UserError, match=rf"(?s){field}: the run has .* these settings give .*{shown}.*store\.url"
+        UserError,
+        match=rf"(?s){field}( \([a-z_.]+\))?: the run has .* these settings give .*{shown}.*store\.url",
     ):
         check_settings(run.identity, given(**{setting: value}), run.store.url)
 

@@ -239,9 +239,12 @@ def test_a_prepared_run_is_left_alone(run_prepare: Prepare, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"max_tokens": 40}, r"text\.max_tokens: the run has 2048, these settings give 40"),
-        ({"codec": "fp8"}, r"codec: the run has 'bf16'"),
-        ({"layers": [1, 2]}, r"layers: the run has \[1, 3\]"),
+        (
+            {"max_tokens": 40},
+            r"text\.max_tokens \(prepare\.max_tokens\): the run has 2048, these settings give 40",
+        ),
+        ({"codec": "fp8"}, r"codec \(prepare\.codec\): the run has 'bf16'"),
+        ({"layers": [1, 2]}, r"layers \(prepare\.layers\): the run has \[1, 3\]"),
         ({"max_samples": 9}, r"samples: the run has 50, these settings give 9"),
     ],
 )

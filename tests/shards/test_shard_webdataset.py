@@ -29,7 +29,7 @@ from launch.s3_server import S3Server
 from tests.shards.shard_stores import MiB, damage_in_place, local_settings, members
 from tests.synthetic_run import extract_run, prepare_run, sample_tensors
 
-FORMAT = Path(__file__).resolve().parents[2] / "docs" / "format.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -82,10 +82,11 @@ def test_settings_that_the_environment_lacks_reach_spawned_workers(
     assert [sample["__key__"] for sample in wds.WebDataset(urls, shardshuffle=False)] == training_keys(s3_run)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/format.md"])
 def test_the_documented_pipeline_works_as_printed(
-    s3_run: Run, run_command: Callable[..., CompletedProcess[str]]
+    s3_run: Run, run_command: Callable[..., CompletedProcess[str]], page: str
 ) -> None:
-    block = re.search(r"```python\n(.*?register_s3\(\).*?)```", FORMAT.read_text(), re.DOTALL)
+    block = re.search(r"```python\n(.*?register_s3\(\).*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert block is not None
     program = block[1].replace("s3://bucket/run", s3_run.store.url)
     assert program != block[1]
