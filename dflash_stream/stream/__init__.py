@@ -4,6 +4,7 @@ from dflash_stream.stream.loader import TrainStream, make_loader, validation_sam
 from dflash_stream.stream.order import Order
 from dflash_stream.stream.reader import Counters, SampleReader
 from dflash_stream.stream.sample import MicroBatch, Sample
+from dflash_stream.stream.webdataset import webdataset_pipeline
 
 __all__ = [
     "Counters",
@@ -14,4 +15,5 @@ __all__ = [
     "TrainStream",
     "make_loader",
     "validation_samples",
+    "webdataset_pipeline",
 ]
