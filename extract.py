@@ -1,5 +1,4 @@
-"""Stream the hidden states of a prepared run into its store: one process a GPU, on as many machines as
-there are.
+"""Stream the hidden states of a prepared run into its store: one process a GPU, on as many machines as there are.
 
     accelerate launch extract.py --config configs/qwen3.6-27b.yaml
     accelerate launch extract.py --store.url s3://bucket/run1 --extract.tokens_per_batch 16384

@@ -124,9 +124,7 @@ def _check(found: dict[str, StoredWeight], text: Any, where: str) -> None:
 
 
 def write_head(store: Store, settings: StoreSettings, target: TargetSettings) -> None:
-    """Copy the target's head into the store, 16 MiB at a time: only these tensors are fetched. Raises
-    UserError.
-    """
+    """Copy the target's head into the store, 16 MiB at a time: only these tensors are fetched. Raises UserError."""
     config = read_config(target)
     files = open_files(target, getattr(config, "_commit_hash", None))
     with explained(target, "weights"):

@@ -103,9 +103,7 @@ class HubFiles:
 
 
 def is_local(settings: TargetSettings) -> bool:
-    """Whether target.id is a directory on this machine. UserError for what can only be a path but is not
-    there.
-    """
+    """Whether target.id is a directory on this machine. UserError for what can only be a path but is not there."""
     path = Path(settings.id).expanduser()
     if path.is_dir():
         return True
@@ -115,18 +113,14 @@ def is_local(settings: TargetSettings) -> bool:
 
 
 def open_files(settings: TargetSettings, revision: str | None = None) -> Files:
-    """The files of the target; `revision` (a commit) instead of the settings' one, to stay at what was
-    resolved.
-    """
+    """The files of the target; `revision` (a commit) instead of the settings' one, to stay at what was resolved."""
     if is_local(settings):
         return LocalFiles(Path(settings.id).expanduser())
     return HubFiles(settings.id, revision or settings.revision)
 
 
 class Weights:
-    """The tensors of a safetensors checkpoint, single or sharded, by name. Raises UserError when there is
-    none.
-    """
+    """The tensors of a safetensors checkpoint, single or sharded, by name. Raises UserError when there is none."""
 
     def __init__(self, files: Files, where: str) -> None:
         self._files = files

@@ -29,8 +29,7 @@ def number(name: str, default: int) -> int:
 
 
 def cpu_threads() -> int:
-    """Threads for what this process computes on the CPU: its share of the cores, unless OMP_NUM_THREADS says
-    otherwise.
+    """Threads for what this process computes on the CPU: its share of the cores, unless OMP_NUM_THREADS says otherwise.
 
     accelerate and torchrun set that to 1 by themselves, so a 1 under a launcher says nothing.
     """

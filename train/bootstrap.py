@@ -1,5 +1,4 @@
-"""How sure a mean over rounds of decoding is: resampling whole texts, since the rounds of one text hang
-together."""
+"""How sure a mean over rounds of decoding is: resampling whole texts, since the rounds of one text hang together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints of a drafter in the store: who may publish them, how they are written, and how they are read
-back.
+"""Checkpoints of a drafter in the store: who may publish them, how they are written, and how they are read back.
 
 Everything of a drafter lies under drafters/NAME/. `owner` is its commit record: a small object that names the
 trainer in charge (generation and token) and the checkpoints that exist, newest last. A checkpoint is published
@@ -93,8 +92,7 @@ class LostOwnership(UserError):  # noqa: N818
 
 
 def read_owner(store: Store, name: str) -> tuple[OwnerRecord, str] | None:
-    """The owner's record and its etag; None when no trainer has ever started. UserError when it cannot be
-    read."""
+    """The owner's record and its etag; None when no trainer has ever started. UserError when it cannot be read."""
     key = layout.owner(name)
     try:
         body, etag = store.get(key)
@@ -177,8 +175,7 @@ class Ownership:
             )
 
     def take(self) -> OwnerRecord:
-        """Become the owner, and delete what trainers before left unpublished. Raises UserError as `inspect`
-        does.
+        """Become the owner, and delete what trainers before left unpublished. Raises UserError as `inspect` does.
 
         What is deleted was listed before the record was read, and is not named in it: its writer does not hold
         the record's etag any more once this put has succeeded, so nobody can ever publish it.
@@ -221,8 +218,7 @@ class Ownership:
         return self.store.put(key, body, if_none_match=if_match is None, if_match=if_match)
 
     def publish(self, checkpoint: CheckpointRecord, keep: int) -> None:
-        """Name a complete checkpoint in the owner's record, keep the newest `keep`, and delete the older ones'
-        objects.
+        """Name a complete checkpoint in the owner's record, keep the newest `keep`, and delete the older ones' objects.
 
         Raises LostOwnership when another trainer has taken over; then only this checkpoint's own objects are
         deleted.

@@ -230,8 +230,7 @@ def agreement_lengths(learner: Learner, sample: Sample) -> list[int]:
 def compare(
     untrained: Tally, trained: Tally, *, block_size: int
 ) -> tuple[tuple[Score, Score] | None, float | None, tuple[float, float] | None]:
-    """Scores of both drafters, difference of their acceptance lengths and its interval; None without a
-    round."""
+    """Scores of both drafters, difference of their acceptance lengths and its interval; None without a round."""
     pairs = [pair for pair in zip(untrained.walks, trained.walks, strict=True) if pair[1]]
     if not pairs:
         return None, None, None

@@ -95,8 +95,7 @@ def check(weights: Mapping[str, Tensor], config: DrafterConfig, where: str) -> N
 def provenance(
     run: Run, name: str, checkpoint: CheckpointRecord, state: TrainState, weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What a served drafter can be traced by: identity of the run, step and settings of the training,
-    checksum."""
+    """What a served drafter can be traced by: identity of the run, step and settings of the training, checksum."""
     checksum = 0
     for piece in pieces(weights, METADATA):
         checksum = crc32c(piece, checksum)
@@ -163,8 +162,7 @@ def _read_weights(store: Store, checkpoint: CheckpointRecord, config: DrafterCon
 
 
 def read_directory(directory: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Config and tensors of a published checkpoint. UserError for what is missing, unknown, misshapen or not
-    finite."""
+    """Config and tensors of a published checkpoint. UserError for what is missing, unknown, misshapen or not finite."""
     try:
         published = json.loads((directory / CONFIG).read_text())
         with safe_open(directory / WEIGHTS, framework="pt") as file:
@@ -179,8 +177,7 @@ def read_directory(directory: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
 def load_export(
     directory: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[DrafterConfig, Drafter]:
-    """A drafter from a published checkpoint, ready to draft. dtype: None keeps that of the file. Raises
-    UserError."""
+    """A drafter from a published checkpoint, ready to draft. dtype: None keeps that of the file. Raises UserError."""
     config, weights = read_directory(directory)
     with torch.device("meta"):
         drafter = Drafter(config)

@@ -116,8 +116,7 @@ def decode_live(
     prompts: list[list[int]],
     new_tokens: int,
 ) -> LiveReport:
-    """Decode each prompt to at most `new_tokens` tokens, in the dtype of `target.dtype`, with drafts and
-    without.
+    """Decode each prompt to at most `new_tokens` tokens, in the dtype of `target.dtype`, with drafts and without.
 
     UserError when the target is not the run's, when in float32 the two texts differ, or when no text has a
     second token.

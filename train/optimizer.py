@@ -24,8 +24,7 @@ SCALARS = ("weight", "loss", "prefix", "blocks", "samples", "tokens", "wait_s", 
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:
-    """The rate of step `step` (from 0): linear warm-up to the peak, then a cosine down to min_lr_ratio of
-    it."""
+    """The rate of step `step` (from 0): linear warm-up to the peak, then a cosine down to min_lr_ratio of it."""
     warmup_steps = round(settings.warmup_fraction * total_steps)
     if step < warmup_steps:
         return settings.lr * (step + 1) / warmup_steps
@@ -65,8 +64,7 @@ class Sums:
         return self.loss / self.weight if self.weight else 0.0
 
     def figures(self) -> dict[str, float]:
-        """Loss, agreement length (1 + leading correct slots, mean over blocks) and accuracy of each slot, for a
-        log."""
+        """Loss, agreement length (1 + leading correct slots, mean over blocks) and accuracy of each slot, for a log."""
         accuracy = {
             f"accuracy/slot_{slot}": correct / count
             for slot, (correct, count) in enumerate(zip(self.correct, self.count, strict=True), start=1)
@@ -77,8 +75,7 @@ class Sums:
 
 
 class SumsBuffer:
-    """The sums of a step or a validation on the device: one fp32 vector, in the order of SCALARS, correct,
-    count."""
+    """The sums of a step or a validation on the device: one fp32 vector, in the order of SCALARS, correct, count."""
 
     def __init__(self, block_size: int, device: torch.device, values: torch.Tensor | None = None) -> None:
         self._slots = block_size - 1
@@ -153,8 +150,7 @@ class Optimizer:
         self._prepare_state()
 
     def _prepare_state(self) -> None:
-        """Create what AdamW would create at its first step, so that a checkpoint has the same tensors at any
-        step."""
+        """Create what AdamW would create at its first step, so that a checkpoint has the same tensors at any step."""
         for parameter in self.named.values():
             self._adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -181,8 +177,7 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state as named tensors: `exp_avg.NAME` and `exp_avg_sq.NAME`, live, in order of the
-        parameters."""
+        """The state as named tensors: `exp_avg.NAME` and `exp_avg_sq.NAME`, live, in order of the parameters."""
         return {
             f"{moment}.{name}": self._adamw.state[parameter][moment]
             for moment in ("exp_avg", "exp_avg_sq")

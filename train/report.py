@@ -10,8 +10,7 @@ from train.optimizer import Sums
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """What a training came to. Speeds are those of this process's start, over all ranks; losses those of the
-    drafter.
+    """What a training came to. Speeds are those of this process's start, over all ranks; losses those of the drafter.
 
     acceptance: mean acceptance length over the target's own text of held-out samples, as last measured
     checkpoint: key prefix of the newest published checkpoint

@@ -130,8 +130,7 @@ class Training:
         self.acceptance: float | None = None
 
     def resume(self) -> None:
-        """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has
-        read."""
+        """Take the drafter over and continue at its newest checkpoint. Rank 0 reads, and sends on what it has read."""
         record = self.ranks.from_first(self.ownership.take)
         state = self.ranks.from_first(lambda: self._load(record))
         for tensor in (*self.optimizer.named.values(), *self.optimizer.tensors().values()):
@@ -145,8 +144,7 @@ class Training:
         self.first_loss, self.last_loss = state.first_loss, state.last_loss
 
     def _load(self, record: OwnerRecord) -> TrainState | None:
-        """Rank 0: fill weights and moments from the newest checkpoint that is whole; None when there is none at
-        all."""
+        """Rank 0: fill weights and moments from the newest checkpoint that is whole; None when there is none at all."""
         published = json.dumps(self.plan.drafter.to_json(), indent=1)
         self.store.put(layout.drafter_config(self.config.train.name), published.encode())
         for found in reversed(record.checkpoints):
@@ -267,8 +265,7 @@ class Training:
             yield work
 
     def _reduce(self) -> Sums:
-        """The one collective of a step: gradient and sums, and with them what one rank has to say to all
-        others."""
+        """The one collective of a step: gradient and sums, and with them what one rank has to say to all others."""
         received = self.signals.received
         self.accumulator.sums.add(
             sigterm=received == signal.SIGTERM, sigint=received == signal.SIGINT, failed=self.publisher.failed
@@ -280,8 +277,7 @@ class Training:
         return sums
 
     def _count(self, sums: Sums, norm: float) -> None:
-        """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is
-        published."""
+        """Count a step. UserError when it was not finite: the same on every rank, and nothing of it is published."""
         self.step += 1
         if not math.isfinite(norm) or not math.isfinite(sums.mean_loss):
             raise UserError(
@@ -303,8 +299,7 @@ class Training:
             )  # fmt: skip
 
     def _validate(self, tracker: Tracker, limit: int | None) -> None:
-        """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to
-        stop."""
+        """Measure on held-out samples, all of them when `limit` is None. Given up when a signal asks to stop."""
         ranks = self.ranks
         samples = validation_samples(
             self.store, self.plan.run, self.config, rank=ranks.rank, world=ranks.world, limit=limit
@@ -342,16 +337,14 @@ class Training:
         self.publisher.start(Snapshot(state, model, moments))
 
     def _settled(self) -> bool:
-        """Wait until no checkpoint is under way; False if it still is at the end of the grace time of a
-        signal."""
+        """Wait until no checkpoint is under way; False if it still is at the end of the grace time of a signal."""
         while not self.publisher.settle(0.2):
             if not self.signals.left_s:
                 return False
         return True
 
     def _wait_for_checkpoint(self) -> None:
-        """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it
-        came."""
+        """Rank 0: wait until the last checkpoint is published; after a signal no longer than GRACE_S since it came."""
         if self._settled():
             return self.publisher.wait()
         self._close_publisher()

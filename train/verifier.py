@@ -1,5 +1,4 @@
-"""The whole target with the cache of one text: it extends the text, shows its tapped states, and takes tokens
-back.
+"""The whole target with the cache of one text: it extends the text, shows its tapped states, and takes tokens back.
 
 The live decoding loop asks it to verify drafts. What differs between targets is only how rejected tokens are
 taken back: attention layers drop rows of their keys and values; a linear-attention layer has mixed the rejected

@@ -1,5 +1,4 @@
-"""Where this process stands among those that were launched together: for the choice of a device, and for
-its logs.
+"""Where this process stands among those that were launched together: for the choice of a device, and for its logs.
 
 Extraction makes no process group: the processes share work through the store alone.
 """

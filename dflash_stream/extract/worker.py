@@ -1,5 +1,4 @@
-"""The loop: choose a unit, claim it, run the target over it into a shard, and start the next while that one
-drains.
+"""The loop: choose a unit, claim it, run the target over it into a shard, and start the next while that one drains.
 
 The store decides what is done: a unit is missing until its commit record is there. Claims only keep
 processes apart.

@@ -45,9 +45,7 @@ class Chat:
 
 
 def parse_chat(row: dict[str, Any]) -> Chat:
-    """One row as a Chat. What follows the last assistant message is left out: nothing of it is ever
-    supervised.
-    """
+    """One row as a Chat. What follows the last assistant message is left out: nothing of it is ever supervised."""
     turns = _from_json(row.get("messages") or row.get("conversations"), "messages")
     if not turns:
         raise BadRow(f"no messages: the row has {', '.join(sorted(row)) or 'no fields'}")
@@ -78,9 +76,7 @@ def _from_json(value: Any, name: str) -> Any:
 
 
 def _message(turn: dict[str, Any], place: int) -> dict[str, Any]:
-    """One turn in either form as {role, content, …}; fields of the `messages` form that we do not know pass
-    through.
-    """
+    """One turn in either form as {role, content, …}; fields of the `messages` form that we do not know pass through."""
     where = f"message {place}"
     if "role" in turn:
         role = turn["role"]
@@ -133,9 +129,7 @@ def _content(message: dict[str, Any], where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call whose arguments are a mapping: templates walk them, and fail on the JSON text that APIs
-    return.
-    """
+    """A tool call whose arguments are a mapping: templates walk them, and fail on the JSON text that APIs return."""
     if not isinstance(call, dict):
         raise BadRow(f"{where}: a tool call is {type(call).__name__}, not an object")
     nested = isinstance(call.get("function"), dict)

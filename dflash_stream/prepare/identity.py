@@ -63,9 +63,7 @@ class Draft:
         return Limits(self.target.vocab_size, low)
 
     def sample_bytes(self, record: Record, validation: bool) -> int:
-        """What a sample takes in its shard under the raw codec, the greedy continuation of a held-out one
-        included.
-        """
+        """What a sample takes in its shard under the raw codec, the greedy continuation of a held-out one included."""
         size = self._payload_bytes(int(record.meta["tokens"]))
         if validation and self.config.prepare.validation_new_tokens:
             greedy = int(record.meta["prompt"]) + self.config.prepare.validation_new_tokens
@@ -116,9 +114,7 @@ class Draft:
         )
 
     def like(self, recorded: Identity) -> Identity:
-        """The identity these settings would have with the data of a run that is there: to compare before any
-        work.
-        """
+        """The identity these settings would have with the data of a run that is there: to compare before any work."""
         validation = recorded.validation.model_copy(
             update={"new_tokens": self.config.prepare.validation_new_tokens}
         )
@@ -142,9 +138,7 @@ class Draft:
 
 
 def tensors(num_layers: int, hidden_size: int, *, final_state: bool, greedy: bool) -> dict[str, dict[str, Any]]:
-    """The tensors of a sample as a reader gets them: T tokens, G tokens of the target's own text (held-out
-    samples).
-    """
+    """The tensors of a sample as a reader gets them: T tokens, G tokens of the target's own text (held-out samples)."""
     sizes = {"K": str(num_layers), "H": str(hidden_size)}
     names = [
         name for name in RULES if (final_state or name != "final_state") and (greedy or name not in GREEDY)

@@ -37,9 +37,7 @@ class Chunk:
 
 
 def find_files(patterns: list[str], setting: str) -> list[Path]:
-    """The files that the patterns name, each once, sorted within a pattern. UserError for a pattern without a
-    file.
-    """
+    """The files that the patterns name, each once, sorted within a pattern. UserError for a pattern without a file."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()  # a name may have brackets in it and still be a name
@@ -57,9 +55,7 @@ def find_files(patterns: list[str], setting: str) -> list[Path]:
 
 
 def read_chunks(path: Path, source: int) -> Iterator[Chunk]:
-    """The rows of a file in chunks of at most 512 rows and, but for a single longer row, about 1 MiB of
-    JSON.
-    """
+    """The rows of a file in chunks of at most 512 rows and, but for a single longer row, about 1 MiB of JSON."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -144,9 +140,7 @@ def _parse_line(line: bytes) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A table gives every struct all fields that any row has; those that a row does not have are null, and
-    go.
-    """
+    """A table gives every struct all fields that any row has; those that a row does not have are null, and go."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -75,9 +75,7 @@ def find_inputs(config: Config) -> Inputs:
 
 
 def prepare(config: Config, *, log: Log) -> Run:
-    """Prepare the run of `config`. Raises UserError; a run that is there already and equal is returned as it
-    is.
-    """
+    """Prepare the run of `config`. Raises UserError; a run that is there already and equal is returned as it is."""
     inputs = find_inputs(config)
     store = open_store(config.store)
     try:

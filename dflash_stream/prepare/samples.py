@@ -64,9 +64,7 @@ def records(meta: NDArray[Any], payload: bytes, order: NDArray[np.int64] | None 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A row, or one turn of it, that made no sample. `rejected`: the row is bad; otherwise a rule dropped
-    it.
-    """
+    """A row, or one turn of it, that made no sample. `rejected`: the row is bad; otherwise a rule dropped it."""
 
     source: str
     row: int

@@ -1,5 +1,4 @@
-"""The shuffle: samples go to temporary files by their place in an order, and come back sorted, a bucket at a
-time.
+"""The shuffle: samples go to temporary files by their place in an order, and come back sorted, a bucket at a time.
 
 Memory is one bucket, about 64 MiB of tokens, and a write buffer, whatever the size of the dataset. Buckets
 divide the range of a 64-bit hash, so the sorted buckets one after the other are the whole order.
@@ -99,7 +98,5 @@ def bucket_of(places: NDArray[np.uint64], buckets: int) -> NDArray[np.int64]:
 
 
 def bucket_count(input_bytes: int) -> int:
-    """Buckets for a dataset of that size on disk: a token takes 5 bytes here and rarely less than 2 in a
-    file.
-    """
+    """Buckets for a dataset of that size on disk: a token takes 5 bytes here and rarely less than 2 in a file."""
     return min(65536, 1 + input_bytes * 5 // (2 * BUCKET_BYTES))

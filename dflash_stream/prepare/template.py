@@ -98,9 +98,7 @@ class Renderer:
         return []
 
     def tokens(self, chat: Chat) -> list[Tokens]:
-        """The samples of a conversation: one, or with `turns: each` one for each assistant turn. Raises
-        BadRow.
-        """
+        """The samples of a conversation: one, or with `turns: each` one for each assistant turn. Raises BadRow."""
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if self.turns == "all":
             return [self._tokens(chat, len(chat.messages), answers, -1)]
@@ -190,9 +188,7 @@ def check_calls(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def trimmed(text: str, start: int, end: int) -> Span:
-    """The span without the blanks at its end: they follow the end-of-turn token, where the model has
-    stopped.
-    """
+    """The span without the blanks at its end: they follow the end-of-turn token, where the model has stopped."""
     return start, start + len(text[start:end].rstrip())
 
 

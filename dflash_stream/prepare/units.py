@@ -132,9 +132,7 @@ class Writer:
         totals.supervised += int(meta["supervised"])
 
     def finish(self) -> str:
-        """Everything added is in the store, apart from the table, which is on disk; returns the table's
-        sha256.
-        """
+        """Everything added is in the store, apart from the table, which is on disk; returns the table's sha256."""
         if self._unit["key"]:
             self._put_unit(self._cutter.unit)
         if not self.totals[False].samples:

@@ -38,9 +38,7 @@ def make_maker(target: TargetSettings, settings: PrepareSettings, limits: Limits
 
 
 def worker_count(settings: PrepareSettings, input_bytes: int) -> int:
-    """Processes to use: as set, else all cores, but none that would have less than 4 MiB of input to work
-    on.
-    """
+    """Processes to use: as set, else all cores, but none that would have less than 4 MiB of input to work on."""
     if settings.workers is not None:
         return max(1, settings.workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,9 +48,7 @@ def worker_count(settings: PrepareSettings, input_bytes: int) -> int:
 def make_samples(
     chunks: Iterable[Chunk], target: TargetSettings, settings: PrepareSettings, limits: Limits, workers: int
 ) -> Iterator[tuple[Chunk, Samples]]:
-    """Samples of every chunk, in order. Raises UserError; with one worker everything happens in this
-    process.
-    """
+    """Samples of every chunk, in order. Raises UserError; with one worker everything happens in this process."""
     if workers == 1:
         maker = make_maker(target, settings, limits)
         for chunk in chunks:

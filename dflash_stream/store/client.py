@@ -106,8 +106,7 @@ class Connection:
         return answer
 
     def renew(self) -> bool:
-        """After a refusal for expired credentials: whether newer ones have been put in place, and are used
-        from now on.
+        """After a refusal for expired credentials: whether newer ones have been put in place, and are used from now on.
 
         boto3 refreshes a role's credentials by itself, but reads files and variables only once.
         """
@@ -179,8 +178,7 @@ def parse_content_range(value: str | None) -> tuple[int, int, int] | None:
 
 
 def check_range(answer: dict[str, Any], start: int, reached: int, length: int) -> int:
-    """Verify that an answer holds bytes [start + reached, start + length); returns `start` counted from the
-    beginning.
+    """Verify that an answer holds bytes [start + reached, start + length); returns `start` counted from the beginning.
 
     A negative `start` counts from the end of the object. Raises BadAnswer.
     """

@@ -150,8 +150,7 @@ class Retrier:
         attempts: Attempts | None = None,
         give_up: threading.Event | None = None,
     ) -> T:
-        """The result of `action`, tried until it succeeds, fails for good, or `deadline_s` pass without
-        progress.
+        """The result of `action`, tried until it succeeds, fails for good, or `deadline_s` pass without progress.
 
         `what` names operation and object. Raises the StoreError of the last fault. Once `give_up` is set there
         is no further attempt.

@@ -1,5 +1,4 @@
-"""The upload of objects that are written as a stream: a fixed pool of part buffers, and a fixed number of
-requests.
+"""The upload of objects that are written as a stream: a fixed pool of part buffers, and a fixed number of requests.
 
 One copy, from the caller's memory into a part buffer, which is sent from where it lies. When the pool is empty
 the producer waits: that bounds the memory, and slows the producer down to the store. The first failure of an

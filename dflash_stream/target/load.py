@@ -61,8 +61,7 @@ class Target:
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[list[int]]:
-        """The greedy continuation of each prompt, up to and with its end token; at most `max_new_tokens`
-        tokens.
+        """The greedy continuation of each prompt, up to and with its end token; at most `max_new_tokens` tokens.
 
         Prompts are padded on the left: a recurrent state would take padding on the right for text.
         """

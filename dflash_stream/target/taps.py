@@ -1,5 +1,4 @@
-"""Reads the outputs of decoder layers during a forward pass, and ends the pass after the last one that is
-wanted.
+"""Reads the outputs of decoder layers during a forward pass, and ends the pass after the last one that is wanted.
 
 Samples are padded on the right under an attention mask, never packed: the state of linear-attention layers
 runs on across packed samples. The states leave the device on a stream of their own while the next batch

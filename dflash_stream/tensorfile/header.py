@@ -65,8 +65,7 @@ def length_of(start: bytes | memoryview, file_bytes: int, *, at_most: int) -> in
 
 
 def parse(text: bytes, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """(metadata, tensors in the order of storage) from the header's JSON. LayoutError unless they fill the
-    file."""
+    """(metadata, tensors in the order of storage) from the header's JSON. LayoutError unless they fill the file."""
     entries = _parse_json(text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -25,8 +25,7 @@ HEAD: Any = SimpleNamespace(embed_tokens=torch.eye(VOCAB), lm_head=torch.eye(VOC
 
 
 class Prophet:
-    """A drafter that knows the text, and is wrong in slots chosen by a formula: every acceptance length
-    occurs."""
+    """A drafter that knows the text, and is wrong in slots chosen by a formula: every acceptance length occurs."""
 
     def __init__(self, text: list[int], *, wrong: bool = True) -> None:
         self.config = SimpleNamespace(block_size=BLOCK, mask_token_id=0, target_layer_ids=TAPS)

@@ -1,5 +1,4 @@
-"""The report on a drafter: its figures are right, its intervals honest, and it is written where it is looked
-for."""
+"""The report on a drafter: its figures are right, its intervals honest, and it is written where it is looked for."""
 
 from __future__ import annotations
 
@@ -160,8 +159,7 @@ def test_long_texts_weigh_more_in_every_draw() -> None:
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """Texts of which each has its own mean: rounds taken as independent would give an interval far too
-    narrow."""
+    """Texts of which each has its own mean: rounds taken as independent would give an interval far too narrow."""
     rng = np.random.default_rng(1)
     covered = 0
     for trial in range(200):
@@ -186,8 +184,7 @@ def test_difference_is_resampled_over_the_same_texts() -> None:
 
 
 def test_agreement_ends_where_supervision_ends() -> None:
-    """A drafter that is right beyond the supervised run must not be credited for it, in a text with several
-    turns."""
+    """A drafter that is right beyond the supervised run must not be credited for it, in a text with several turns."""
     pair = trained_pair()
     learner = Learner(pair.drafter, pair.head, settings("file:///nowhere").train, torch.device("cpu"))
     lengths: dict[int, list[int]] = {0: [], 2: []}

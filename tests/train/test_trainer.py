@@ -1,5 +1,4 @@
-"""Trainings from beginning to end: they learn, stop, continue exactly, and refuse what would not be a
-continuation."""
+"""Trainings from beginning to end: they learn, stop, continue exactly, and refuse what would not be a continuation."""
 
 from __future__ import annotations
 

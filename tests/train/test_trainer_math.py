@@ -1,5 +1,4 @@
-"""The gradient of a step does not depend on how its batch is cut, and the schedule is the one that was asked
-for."""
+"""The gradient of a step does not depend on how its batch is cut, and the schedule is the one that was asked for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Real groups of processes: the same training whatever their number, and an end that no rank waits for in
-vain."""
+"""Real groups of processes: the same training whatever their number, and an end that no rank waits for in vain."""
 
 from __future__ import annotations
 
