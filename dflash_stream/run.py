@@ -90,9 +90,7 @@ class Identity(_Frozen):
     dtype: str  # of the target's forward pass
     codec: Literal["bf16", "bf16z", "fp8"]
     final_state: Literal["none", "pre_norm"]
-    tensors: dict[
-        str, dict[str, Any]
-    ]  # name → {"shape": "[T, 5, 576]", "dtype": "bf16"}, as a reader gets them
+    tensors: dict[str, dict[str, Any]]  # name → {"shape": "[T, 5, 576]", "dtype": "bfloat16"}, as read
     samples_sha256: str  # of tokens/samples.parquet
     samples: int
     tokens: int

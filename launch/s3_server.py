@@ -63,7 +63,8 @@ def _weed() -> str:
 class S3Server:
     """Context manager around one server; `endpoint` is its URL, `environment` what a client needs.
 
-    A fixed `ports` list lets a test restart a killed server at the same address.
+    The address stays: after `kill`, `start` brings the server back where its clients look for it. Without a
+    `directory` its data are temporary.
     """
 
     def __init__(self, directory: Path | None = None, bucket: str = BUCKET) -> None:
@@ -155,7 +156,7 @@ class S3Server:
                 time.sleep(0.1)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash; `start` brings the same server back."""
+        """SIGKILL, as a crash."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

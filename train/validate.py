@@ -1,9 +1,8 @@
 """How good a drafter is on samples that it never trained on, measured while it trains.
 
 Over the text of the data set: the training's loss, the accuracy of each slot, and the agreement length. Over
-the target's
-own greedy text: the acceptance length, which is what decoding gains. Samples are split over the ranks, sums are
-added up. Intervals and comparisons are `evaluate`'s.
+the target's own greedy text: the acceptance length, which is what decoding gains. Samples are split over the
+ranks, sums are added up. Intervals and comparisons are `evaluate`'s.
 """
 
 from __future__ import annotations

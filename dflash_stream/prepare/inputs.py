@@ -28,7 +28,10 @@ _TOKEN_COLUMNS = ("input_ids", "loss_mask")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of one file: `lines` of JSON, or a slice of a table."""
+    """Consecutive rows of one file, as lines of JSON or a slice of a table.
+
+    source: number of the file among the inputs; name: its base name; first_row: counted from 0
+    """
 
     source: int
     name: str
@@ -99,7 +102,7 @@ def _parquet_chunks(path: Path, source: int) -> Iterator[Chunk]:
         if not {"input_ids", "messages", "conversations"} & set(columns):
             raise UserError(
                 f"{path} has the columns {', '.join(names)}: expected messages, conversations, or input_ids "
-                f"and loss_mask"
+                "and loss_mask"
             )
         first = 0
         for group in range(file.num_row_groups):  # over all groups at once, a reader keeps what it has read

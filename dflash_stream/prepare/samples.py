@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,7 @@ from dflash_stream.prepare.template import Renderer, Tokens
 META = np.dtype(
     [
         ("order", "<u8"),  # place in the seeded order
-        (
-            "group",
-            "<u8",
-        ),  # hash of the conversation's prompt: samples of one conversation are held out together
+        ("group", "<u8"),  # hash of the prompt: the samples of a conversation are held out together
         ("token_hash", "<u8"),
         ("row", "<i8"),
         ("source", "<i4"),  # number of the input file
@@ -98,17 +95,16 @@ class Limits:
 class Maker:
     """Turns rows into samples. The renderer is needed, and made, only when a row is a conversation."""
 
-    def __init__(self, settings: PrepareSettings, limits: Limits, renderer: Any) -> None:
-        """`renderer`: a callable that makes the Renderer."""
+    def __init__(
+        self, settings: PrepareSettings, limits: Limits, make_renderer: Callable[[], Renderer]
+    ) -> None:
         self._settings = settings
         self._limits = limits
-        self._make_renderer = renderer
+        self._make_renderer = make_renderer
         self._renderer: Renderer | None = None
 
     def make(self, source: int, name: str, rows: list[tuple[int, Any]]) -> Samples:
-        """Samples of (row number, row) pairs of the file `name`. A row is a dict, or BadRow when it could not
-        be read.
-        """
+        """Samples of (row number, row) pairs of the file `name`; a row that could not be read is a BadRow."""
         out = Samples(rows=len(rows))
         metas: list[tuple[Any, ...]] = []
         payloads: list[bytes] = []

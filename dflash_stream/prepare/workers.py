@@ -20,6 +20,7 @@ from functools import partial
 from dflash_stream.config import PrepareSettings, TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.hub import read_tokenizer
+from dflash_stream.launched import usable_cores
 from dflash_stream.prepare.inputs import CHUNK_BYTES, Chunk, decode
 from dflash_stream.prepare.samples import Limits, Maker, Samples
 from dflash_stream.prepare.template import Renderer
@@ -41,8 +42,7 @@ def worker_count(settings: PrepareSettings, input_bytes: int) -> int:
     """Processes to use: as set, else all cores, but none that would have less than 4 MiB of input to work on."""
     if settings.workers is not None:
         return max(1, settings.workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, input_bytes // (4 * CHUNK_BYTES)))
+    return max(1, min(usable_cores(), input_bytes // (4 * CHUNK_BYTES)))
 
 
 def make_samples(

@@ -2,8 +2,7 @@
 
     bf16    as they are
     bf16z   lossless: the byte of sign and exponent compressed with zstd, the byte of the mantissa as it is,
-    since
-            nothing makes that one smaller
+            since nothing makes that one smaller
     fp8     e4m3 with one scale for each token and layer, so that its largest magnitude is 448
 
 Token ids and masks are stored as they are under every codec. The codec's name stands in the payload, so

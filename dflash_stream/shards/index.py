@@ -125,8 +125,7 @@ def read_record(store: Store, unit: int) -> ShardRecord:
     if record.unit != unit or not record.object.startswith(layout.SHARDS):
         raise UserError(
             f"{store.url}/{key} is the record of unit {record.unit} and object {record.object!r}: "
-            "it was copied or renamed. "
-            f"{REMAKE}"
+            f"it was copied or renamed. {REMAKE}"
         )
     return record
 
@@ -135,7 +134,7 @@ def commit(store: Store, record: ShardRecord) -> Committed:
     """Put the commit record of a whole shard; the first record of a unit stands.
 
     When another attempt was first, our object is deleted, but only once that attempt's record has been read.
-    Raises UserError when it cannot be known whose record stands: the object then stays, and repair finds it.
+    Raises UserError when it cannot be known whose record stands: the object then stays.
     """
     key = layout.record(record.unit)
     try:
@@ -349,11 +348,9 @@ def _load_block(store: Store, run: Run, index: ShardIndex, key: str) -> None:
     rows = slice(index.rows(int(unit[0])).start, index.rows(int(unit[-1])).stop)
     if not np.array_equal(unit, index.unit[rows]):
         raise UserError(f"{where} does not fit the sample table. Delete it: the records stand for themselves")
-    index.offset[rows], index.size[rows], index.crc32c[rows] = (
-        columns["offset"],
-        columns["size"],
-        columns["crc32c"],
-    )
+    index.offset[rows] = columns["offset"]
+    index.size[rows] = columns["size"]
+    index.crc32c[rows] = columns["crc32c"]
     index.state[rows] = np.where(refused, _REFUSED, _STORED)
     index.objects |= {
         int(u): pair for u, pair in zip(unit[first], zip(objects, etags, strict=True), strict=True)

@@ -128,7 +128,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose keys begin with `prefix`, sorted by key within one directory."""
+        """Objects whose keys begin with `prefix`, sorted by key."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -110,9 +110,8 @@ def _of_answer(error: ClientError) -> Fault:
     code = str(response.get("Error", {}).get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     message = scrub(str(response.get("Error", {}).get("Message", "")))
-    named = (
-        f" {code}" if code not in ("", str(status)) else ""
-    )  # the answer to a HEAD has no body that names it
+    # The answer to a HEAD has no body that names the error: its code is the status again.
+    named = f" {code}" if code not in ("", str(status)) else ""
     cause = f"the store answered {status}{named}" + (f" ({message})" if message not in ("", code) else "")
     if status == 412 or code == "PreconditionFailed":
         if error.operation_name == "GetObject":

@@ -30,7 +30,7 @@ from dflash_stream.store.faults import BadAnswer, classify, is_expired, scrub
 from dflash_stream.store.probe import probe
 from dflash_stream.store.retry import Attempts, Clock, Fault, Gate, Kind, Retrier
 
-ABORT_DEADLINE_S = 30.0  # an exit must not wait long for a cleanup; `repair` finds what is left
+ABORT_DEADLINE_S = 30.0  # an exit must not wait long for a cleanup; the store's own rule removes what is left
 CHECK_DEADLINE_S = 20.0
 READ_BYTES = 1 << 20
 DELETE_BATCH = 1000

@@ -29,15 +29,8 @@ from dflash_stream.store import ObjectChanged, Store, crc32c
 from dflash_stream.stream.ranges import cut, plan_reads
 from dflash_stream.stream.sample import Sample
 
-_GAP_BYTES = (
-    1023  # at most between the payloads of neighbours in a tar: padding of the first, header of the second
-)
-_MAX_AHEAD = (
-    4096  # places of the order held at once, so that looking ahead ends even where nothing is to be read
-)
-_JOIN_S = (
-    5.0  # on ending, how long to wait for requests in flight; a thread that is stuck longer ends by itself
-)
+_MAX_AHEAD = 4096  # places of the order held at once: looking ahead ends even where nothing is to be read
+_JOIN_S = 5.0  # on ending, how long to wait for requests in flight; a thread stuck longer ends by itself
 
 log = logging.getLogger(__name__)
 

@@ -79,7 +79,6 @@ def find_backbone(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         if layers is not None and hasattr(layers, "__len__") and expected in (None, len(layers)):
             return owner, layers  # type: ignore[return-value]
     raise UserError(
-        f"found no decoder layers in {type(model).__name__} (expected {expected}; "
-        f"looked at {', '.join(_PATHS)}): "
+        f"found no decoder layers in {type(model).__name__} (expected {expected}; looked at {', '.join(_PATHS)}): "
         "this model family is not supported"
     )
