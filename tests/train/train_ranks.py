@@ -31,9 +31,6 @@ class Recorder:
         self.result = result
 
     def log(self, values: dict[str, float], *, step: int) -> None:
-        grouped = dist.is_initialized()
-        self.result["world"] = dist.get_world_size() if grouped else 1
-        self.result["backend"] = dist.get_backend() if grouped else ""
         self.result["logged"].setdefault(step, {}).update(values)
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -65,6 +62,9 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
         trainer.train(build(plan))
     except UserError as error:
         result["error"] = str(error)
+    grouped = dist.is_initialized()
+    result["world"] = dist.get_world_size() if grouped else 1
+    result["backend"] = dist.get_backend() if grouped else ""
     return result
 
 
