@@ -13,11 +13,10 @@ from dflash_stream import config, entry
 
 def main() -> None:
     """Read the settings, extract what is missing."""
-    settings, _ = config.load(
-        program="extract.py",
-        about="Stream the target's hidden states of a prepared run into its store.",
-        sections=("store", "target", "extract", "tracking"),
+    parser = config.command_line(
+        "extract.py", "Stream the target's hidden states of a prepared run into its store."
     )
+    settings, _ = config.load(parser, sections=("store", "target", "extract", "tracking"))
     from dflash_stream.extract import extract  # torch only now: mistakes are answered at once
 
     extract(settings)

@@ -1,7 +1,9 @@
-"""Train a drafter on the states of a run. On every GPU of this machine, or on two CPU processes:
+"""Train a drafter on the states of a run, and keep its checkpoints in the run's store: one process a GPU.
 
-accelerate launch train_drafter.py --config configs/qwen3.6-27b.yaml
-accelerate launch --multi_gpu --num_processes 2 train_drafter.py --config configs/smollm2-135m.yaml
+    accelerate launch train_drafter.py --config configs/qwen3.6-27b.yaml
+    accelerate launch --config_file launch/accelerate/cpu_2.yaml train_drafter.py --config configs/smollm2-135m.yaml
+
+Run it again to continue at the newest checkpoint. `--help` shows every setting.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from dflash_stream import config, entry
 
 
 def main() -> int:
-    settings, _ = config.load(
-        program="train_drafter.py",
-        about="Train a DFlash drafter on the states of a run, and keep its checkpoints in the run's store.",
-        sections=("store", "drafter", "train", "stream", "tracking"),
+    """Read the settings, train; the exit status is 128 plus the number of a signal that ended it early."""
+    parser = config.command_line(
+        "train_drafter.py",
+        "Train a DFlash drafter on the states of a run, and keep its checkpoints in the run's store.",
     )
-    from train.trainer import train  # torch only now: --help and a mistyped setting answer at once
+    settings, _ = config.load(parser, sections=("store", "drafter", "train", "stream", "tracking"))
+    from train.trainer import train  # torch only now: mistakes are answered at once
 
     summary = train(settings)
     return 128 + summary.stopped_by if summary.stopped_by else 0

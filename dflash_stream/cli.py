@@ -18,9 +18,7 @@ Command = Callable[[list[str]], int | None]
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"dflash-stream {name}", description=about, add_help=False, allow_abbrev=False
-    )
+    return config.command_line(f"dflash-stream {name}", about)
 
 
 def prepare(argv: list[str]) -> None:
@@ -29,9 +27,7 @@ def prepare(argv: list[str]) -> None:
     parser.add_argument(
         "--show", type=int, metavar="N", help="only print N samples, supervised tokens coloured"
     )
-    settings, arguments = config.load(
-        argv, program="dflash-stream prepare", about="", parser=parser, sections=("store", "target", "prepare")
-    )
+    settings, arguments = config.load(parser, argv, sections=("store", "target", "prepare"))
     from dflash_stream.prepare import prepare, show
 
     if arguments.show is not None:
@@ -54,9 +50,7 @@ def evaluate(argv: list[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     sections = ("store", "target", "drafter", "train", "stream")
-    settings, arguments = config.load(
-        argv, program="dflash-stream eval", about="", parser=parser, sections=sections
-    )
+    settings, arguments = config.load(parser, argv, sections=sections)
     from train.evaluate import evaluate
 
     report = evaluate(
@@ -74,9 +68,7 @@ def export(argv: list[str]) -> None:
         "export", "Write the newest checkpoint in the published DFlash layout, for vLLM and SGLang."
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write it to this directory")
-    settings, arguments = config.load(
-        argv, program="dflash-stream export", about="", parser=parser, sections=("store", "drafter", "train")
-    )
+    settings, arguments = config.load(parser, argv, sections=("store", "drafter", "train"))
     from train.export import export
 
     for place in export(settings, destination=arguments.output):

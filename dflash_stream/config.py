@@ -21,7 +21,6 @@ from dflash_stream.errors import UserError
 MiB = 1 << 20
 GiB = 1 << 30
 
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -351,28 +350,32 @@ def build(values: dict[str, dict[str, Any]]) -> Config:
         raise UserError("these settings are not valid:\n  " + "\n  ".join(lines)) from None
 
 
+def command_line(program: str, about: str) -> argparse.ArgumentParser:
+    """The parser of a command, which may add arguments of its own before `load` adds --config and --help."""
+    return argparse.ArgumentParser(
+        prog=program,
+        description=about,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def load(
+    parser: argparse.ArgumentParser,
     argv: list[str] | None = None,
     *,
-    program: str,
-    about: str,
     sections: tuple[str, ...] = tuple(Config.model_fields),
-    parser: argparse.ArgumentParser | None = None,
 ) -> tuple[Config, argparse.Namespace]:
-    """Read a command line into (settings, the other arguments of `parser`).
+    """Read a command line (None: that of this process) into (settings, the other arguments of `parser`).
 
-    `sections` are those that the command reads, and --help shows first: one YAML serves every phase.
-    Raises UserError for anything unknown or invalid.
+    parser: from `command_line`. sections: those that the command reads, and --help shows first: one YAML serves
+    every phase. Raises UserError for anything unknown or invalid.
     """
-    parser = parser or argparse.ArgumentParser(
-        prog=program, description=about, add_help=False, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--config", type=Path, metavar="YAML", help="settings of the run; any can be overridden below"
     )
-    if not any("--help" in action.option_strings for action in parser._actions):
-        parser.add_argument("-h", "--help", action="help", help="show this help and exit")
+    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.name value …]"
     parser.epilog = "settings:" + describe_settings(sections)
     known_args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)

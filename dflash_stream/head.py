@@ -44,8 +44,7 @@ DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Head:
-    """embed_tokens [V, H], lm_head [V, H] (the same tensor when tied), norm [H]; on the device and in the dtype
-    asked for.
+    """embed_tokens [V, H], lm_head [V, H] (the same tensor when tied) and norm [H], on one device, in one dtype.
 
     num_layers: decoder layers of the target
     """

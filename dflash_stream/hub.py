@@ -1,8 +1,8 @@
-"""The files of a pretrained model, on the Hugging Face hub or in a local directory: single tensors by ranged
-reads, and errors that say what to do.
+"""The files of a pretrained model, on the Hugging Face hub or in a local directory.
 
-Only the safetensors layout is known here (8 bytes of header length, a JSON header, then the tensors' bytes),
-not what the tensors mean. Whole models are loaded by transformers, elsewhere.
+Single tensors are fetched by ranged reads, and errors say what to do. Only the safetensors layout is known here
+(8 bytes of header length, a JSON header, then the tensors' bytes), not what the tensors mean. Whole models are
+loaded by transformers, elsewhere.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from typing import Any, Protocol
 
 from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
+from dflash_stream.tensorfile.header import MAX_HEADER_BYTES, PREFIX_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CHUNK_BYTES = 16 << 20  # of a ranged read; what is tried again after a fault
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a checkpoint: its dtype as safetensors spells it ("BF16"), shape, and bytes [start, end) of
-    `file`.
-    """
+    """One tensor of a checkpoint: dtype as safetensors spells it ("BF16"), shape, and bytes [start, end) of `file`."""
 
     name: str
     dtype: str
@@ -172,15 +170,17 @@ class Weights:
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
         """Where the tensors' bytes begin, and the header without its metadata."""
         if file not in self._headers:
-            size = int.from_bytes(self._files.read(file, 0, 8), "little")
+            size = int.from_bytes(self._files.read(file, 0, PREFIX_BYTES), "little")
             try:
                 if size > MAX_HEADER_BYTES:
                     raise ValueError(f"its header would have {size} bytes")
-                header = json.loads(self._files.read(file, 8, size))
+                header = json.loads(self._files.read(file, PREFIX_BYTES, size))
+                if not isinstance(header, dict):
+                    raise ValueError("its header is no table of tensors")
             except ValueError as error:
                 raise UserError(f"{self._where}/{file} is not a safetensors file: {error}") from None
             header.pop("__metadata__", None)
-            self._headers[file] = {"begin": 8 + size, "tensors": header}
+            self._headers[file] = {"begin": PREFIX_BYTES + size, "tensors": header}
         known = self._headers[file]
         return known["begin"], known["tensors"]
 
@@ -198,9 +198,7 @@ def read_tokenizer(target: TargetSettings) -> Any:
 
 @contextmanager
 def explained(settings: TargetSettings, what: str) -> Iterator[None]:
-    """Turns what transformers and huggingface_hub raise while reading `what` of the target into a UserError
-    with advice.
-    """
+    """Turns what transformers and huggingface_hub raise while reading `what` into a UserError with advice."""
     try:
         yield
     except UserError:

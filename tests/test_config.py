@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dflash_stream.config import Config, describe_settings, known_settings, load
+from dflash_stream.config import Config, command_line, describe_settings, known_settings, load
 from dflash_stream.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse(*arguments: str) -> Config:
-    return load(list(arguments), program="test", about="")[0]
+    return load(command_line("test", ""), list(arguments))[0]
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:

@@ -284,8 +284,10 @@ class Publisher:
         threading.Thread(target=self._run, args=(snapshot, running), name="checkpoint", daemon=True).start()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is under way, whatever came of it, `timeout_s` at most; whether that is so. Once
-        closed, wait for nothing."""
+        """Wait until nothing is under way, whatever came of it, `timeout_s` at most; whether that is so.
+
+        Once closed, wait for nothing.
+        """
         if self._running is not None and not self._closed.is_set():
             wait([self._running], timeout_s)
         return self._running is None or self._running.done()
@@ -302,10 +304,9 @@ class Publisher:
             self._running = None
 
     def close(self, *, timeout_s: float) -> list[str]:
-        """Abort a publication that is under way, within `timeout_s`: what the owner's record does not name does
-        not exist.
+        """Abort a publication that is under way, within `timeout_s`; the keys of uploads that stay all the same.
 
-        Returns the keys of uploads that could not be aborted.
+        Nothing is lost by it: what the owner's record does not name does not exist.
         """
         self._closed.set()
         left = self._uploader.close(timeout_s=timeout_s)

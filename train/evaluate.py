@@ -48,17 +48,13 @@ log = logging.getLogger(__name__)
 class Score:
     """One drafter on the held-out samples.
 
-    acceptance_length: tokens over rounds, all samples together
-
-    interval: its 95 % bootstrap interval over samples
-
-    macro_acceptance_length: mean over samples of each one's tokens over rounds
-
-    slot_acceptance: of the rounds that had room for it, the share that accepted slot k, k = 1 … B-1; None
-    where no round had
-
-    agreement_length: over the text of the data set, mean of 1 + leading drafts that equal it; None without an
-    anchor
+    acceptance_length        tokens over rounds, all samples together
+    interval                 its 95 % bootstrap interval over samples
+    macro_acceptance_length  mean over samples of each one's tokens over rounds
+    slot_acceptance          of the rounds that had room for it, the share that accepted slot k, k = 1 … B-1;
+                             None where no round had
+    agreement_length         over the text of the data set, mean of 1 + leading drafts that equal it; None
+                             without an anchor
     """
 
     acceptance_length: float
@@ -73,16 +69,15 @@ class Score:
 class EvalReport:
     """The worth of a drafter.
 
-    run: fingerprint of run.json; step: of the checkpoint
-
-    samples: held-out ones with at least one round; tokens: of their continuations
-
-    untrained, trained: the drafter with the weights that its training began with, and with those of the
-    checkpoint; None when the run holds no continuations
-
-    difference: acceptance length trained less untrained, with its paired interval
-
-    live: None when it was not asked for
+    run         fingerprint of run.json
+    step        of the checkpoint
+    samples     held-out ones with at least one round
+    tokens      of their continuations
+    untrained   the drafter with the weights that its training began with; None when the run holds no
+                continuations
+    trained     with those of the checkpoint
+    difference  acceptance length trained less untrained, with its paired interval
+    live        None when it was not asked for
     """
 
     drafter: str
@@ -171,8 +166,7 @@ def evaluate(
 def _evaluate(
     store: Store, run: Run, config: Config, name: str, state: TrainState, trained: Drafter
 ) -> EvalReport:
-    """The report without its live part. Each sample is read once, for both drafters, and the precision is that
-    of the training."""
+    """The report without its live part. Each sample is read once, for both drafters; precision as in training."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head = load_head(store, device=device, dtype=compute_dtype(config.train))
     untrained = Drafter(trained.config).initialize(int(state.settings["train.seed"]))

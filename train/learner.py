@@ -30,7 +30,7 @@ def compute_dtype(settings: TrainSettings) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Learner:
-    """A drafter with all that it needs to be measured on samples. `head` is on the device, in the compute dtype."""
+    """A drafter with all that it needs to be measured on samples. `head` is on `device`, in the compute dtype."""
 
     drafter: Drafter
     head: Head

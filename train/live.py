@@ -35,14 +35,12 @@ log = logging.getLogger(__name__)
 class LiveReport:
     """Live decoding of some prompts.
 
-    tokens: all but the first token of each text, which is never drafted
-
-    acceptance_length: tokens over rounds, with its 95 % bootstrap interval over prompts
-
-    target_forwards: passes of the target after each prompt's own, those that replay accepted tokens of a
-    recurrent target included; tokens_per_forward: tokens over these
-
-    equal_texts: prompts whose text equals the target's own greedy text
+    tokens              all but the first token of each text, which is never drafted
+    acceptance_length   tokens over rounds, with its 95 % bootstrap interval over prompts
+    target_forwards     passes of the target after each prompt's own, those that replay accepted tokens of a
+                        recurrent target included
+    tokens_per_forward  tokens over these
+    equal_texts         prompts whose text equals the target's own greedy text
     """
 
     prompts: int

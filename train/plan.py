@@ -1,5 +1,4 @@
-"""What a training is before it begins: the drafter, the number of steps, and the settings that may not change
-on the way.
+"""What a training is before it begins: the drafter, the number of steps, the settings that may not change on the way.
 
 All of it follows from run.json, the sample table and the settings, before a byte of data is read and on every
 rank alike.

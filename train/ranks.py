@@ -46,8 +46,7 @@ class Ranks:
             dist.broadcast(tensor, src=0)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank. A UserError there is raised everywhere: nobody waits in
-        vain."""
+        """What `make` returns on rank 0, on every rank. A UserError there is raised on all: nobody waits in vain."""
         if self.world == 1:
             return make()
         outcome: list[tuple[T | None, str | None]] = [(None, None)]

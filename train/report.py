@@ -64,8 +64,7 @@ class Window:
         self.seconds += seconds
 
     def figures(self, world: int) -> dict[str, float]:
-        """Loss and accuracies over the window, speeds over all ranks, and the share of time the ranks waited
-        for data."""
+        """Loss and accuracies over the window, speeds over all ranks, share of time that ranks waited for data."""
         total = Sums.total(self._sums)
         return total.figures() | {
             "tokens_per_s": total.tokens / self.seconds,

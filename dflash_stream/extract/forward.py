@@ -10,6 +10,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -42,7 +43,7 @@ def _results(
         started = None
         if todo:
             batch = todo.popleft()
-            pending = fits(lambda batch=batch: target.submit([sequences[place] for place in batch]))  # type: ignore[misc]
+            pending = fits(partial(target.submit, [sequences[place] for place in batch]))
             if pending is not None:
                 started = batch, pending
             elif flying is not None:  # it may fit when the batch ahead of it has left the device
@@ -57,7 +58,7 @@ def _results(
 
 def _once_more(target: Target, tokens: Tokens, states: States) -> States:
     """The states of a sequence alone; the first ones when that does not even fit."""
-    alone = fits(lambda: target.submit([tokens]))
+    alone = fits(partial(target.submit, [tokens]))
     return states if alone is None else alone.wait()[0]
 
 
@@ -69,7 +70,7 @@ def continuations(
     todo = deque(plan([len(prompt) + new_tokens for prompt in prompts], budget_tokens))
     while todo:
         batch = todo.popleft()
-        made = fits(lambda batch=batch: target.greedy([prompts[place] for place in batch], new_tokens))  # type: ignore[misc]
+        made = fits(partial(target.greedy, [prompts[place] for place in batch], new_tokens))
         if made is None:
             todo.extendleft(reversed(halves(batch, [len(prompts[place]) + new_tokens for place in batch])))
         else:

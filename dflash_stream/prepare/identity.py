@@ -33,9 +33,7 @@ class Draft:
 
     @classmethod
     def from_settings(cls, config: Config) -> Draft:
-        """UserError for a target that cannot be described, layers it does not have, or a codec that cannot work
-        here.
-        """
+        """UserError for a target that cannot be read, layers it does not have, or a codec that cannot work here."""
         require(config.prepare.codec)
         target = describe_target(config.target)
         layers = config.prepare.layers

@@ -23,7 +23,7 @@ from dflash_stream.config import Config
 from dflash_stream.errors import UserError
 from dflash_stream.hashing import mix64
 from dflash_stream.head import CONFIG, WEIGHTS, write_head
-from dflash_stream.prepare import identity as build
+from dflash_stream.prepare.identity import Draft
 from dflash_stream.prepare.inputs import Chunk, find_files, read_chunks
 from dflash_stream.prepare.report import Report, check_share
 from dflash_stream.prepare.samples import TOKEN_BYTES
@@ -32,10 +32,10 @@ from dflash_stream.prepare.template import Renderer
 from dflash_stream.prepare.units import Writer
 from dflash_stream.prepare.workers import make_renderer, make_samples, worker_count
 from dflash_stream.run import Identity, Run, ValidationRule, compare
-from dflash_stream.store import NotFound, Store, open_store
+from dflash_stream.store import NotFound, Store, Uploader, open_store
 
 REJECTED = layout.TOKENS + "rejected.jsonl"
-SAMPLES, REFUSED = "samples.parquet", "rejected.jsonl"  # in the temporary directory
+TABLE_FILE, REJECTED_FILE = "samples.parquet", "rejected.jsonl"  # in the temporary directory
 HELD_OUT = 0x68656C64  # keeps the split's hash apart from every other use of the same hash
 PROGRESS_S = 10.0
 Log = Callable[[str], None]
@@ -86,7 +86,7 @@ def prepare(config: Config, *, log: Log) -> Run:
 
 
 def _prepare(config: Config, inputs: Inputs, store: Store, log: Log) -> Run:
-    draft = build.Draft.from_settings(config)
+    draft = Draft.from_settings(config)
     existing = _find_run(store)
     if existing is not None:
         log(f"{store.url} holds a run already: preparing anew to compare, nothing is written")
@@ -105,8 +105,8 @@ def _prepare(config: Config, inputs: Inputs, store: Store, log: Log) -> Run:
                 return Run(store, identity)
             log(f"{store.url} lacks {lacking[0]} (objects missing: {len(lacking)}): writing all of them again")
         identity = _make(config, inputs, store, draft, scratch / "written", log)
-        _put_file(store, config, layout.SAMPLES, scratch / "written" / SAMPLES)
-        _put_file(store, config, REJECTED, scratch / "written" / REFUSED)
+        _put_file(store, config, layout.SAMPLES, scratch / "written" / TABLE_FILE)
+        _put_file(store, config, REJECTED, scratch / "written" / REJECTED_FILE)
     log(f"copying the head of {config.target.id}: embedding, final norm, lm_head, tokenizer, config")
     write_head(store, config.store, config.target)
     _delete_stale(store, identity.units)
@@ -138,14 +138,14 @@ def _make(
     config: Config,
     inputs: Inputs,
     store: Store | None,
-    draft: build.Draft,
+    draft: Draft,
     scratch: Path,
     log: Log,
 ) -> Identity:
     """Tokenise, shuffle, cut, write units; the identity of what was made. Table and refusals are in `scratch`."""
     settings = config.prepare
     scratch.mkdir()
-    report = Report(scratch / REFUSED)
+    report = Report(scratch / REJECTED_FILE)
     try:
         train, held_out = _tokenise(config, inputs, draft, report, scratch, log)
     finally:
@@ -157,7 +157,7 @@ def _make(
         [path.name for path in inputs.paths],
         settings.unit_bytes,
         draft.sample_bytes,
-        scratch / SAMPLES,
+        scratch / TABLE_FILE,
     )
     try:
         left_out = _write(config, train, held_out, writer)
@@ -187,7 +187,7 @@ def _make(
 
 
 def _tokenise(
-    config: Config, inputs: Inputs, draft: build.Draft, report: Report, scratch: Path, log: Log
+    config: Config, inputs: Inputs, draft: Draft, report: Report, scratch: Path, log: Log
 ) -> tuple[Spill, Spill]:
     """Every input row into the spill of training samples or that of candidates for validation."""
     settings = config.prepare
@@ -266,8 +266,6 @@ def _rule(config: Config) -> str:
 
 def _put_file(store: Store, config: Config, key: str, path: Path) -> None:
     """Stream a local file into the store."""
-    from dflash_stream.store.upload import Uploader
-
     size = path.stat().st_size
     with Uploader(store, config.store) as uploader, path.open("rb") as file:
         upload = uploader.open(key, size_hint=size)

@@ -47,9 +47,7 @@ class Report:
         self._file.close()
 
     def check_early(self) -> None:
-        """UserError once the first 1,000 rows and more are all bad: something is wrong with the settings, not
-        the rows.
-        """
+        """UserError once the first 1,000 rows and more are all bad: then the settings are wrong, not the rows."""
         if self.rows >= PROBE_ROWS and self.rejected == self.rows:
             raise UserError(f"all of the first {self.rows} rows are rejected:\n{self.listing()}")
 

@@ -21,8 +21,9 @@ BUFFER_BYTES = 32 << 20
 
 
 class Spill:
-    """Samples in temporary files, sorted by `place` (META [n] → uint64 [n]); equal places by order, file, row
-    and turn.
+    """Samples in temporary files, sorted by `place`: a function META [n] → uint64 [n].
+
+    Samples of equal places are sorted by order, file, row and turn.
     """
 
     def __init__(

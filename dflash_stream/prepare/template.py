@@ -193,9 +193,7 @@ def trimmed(text: str, start: int, end: int) -> Span:
 
 
 def supervised_tokens(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.uint8]:
-    """1 for every token whose characters [start, end) lie wholly inside one of the spans; offsets [T, 2] → [T]
-    uint8.
-    """
+    """offsets [T, 2] → mask [T] uint8: 1 for a token whose characters [start, end) lie wholly inside a span."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     mask = np.zeros(len(offsets), np.uint8)
     for start, end in spans:

@@ -61,11 +61,10 @@ class Totals:
 
 
 class Writer:
-    """Writes samples in their final order. With `store` None nothing is written but the table: a run is
-    compared, not made.
+    """Writes samples in their final order. Memory: one unit's tokens, and the eight units on their way.
 
-    size: (record, validation) → bytes of the sample in its shard. Memory: one unit's tokens, and up to 16 on
-    their way.
+    store: None to write nothing but the table: a run is compared, not made.
+    size: (record, validation) → bytes of the sample in its shard
     """
 
     def __init__(

@@ -58,14 +58,17 @@ def delay_s(failures: int, uniform: Callable[[float, float], float] = random.uni
     return uniform(0.0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures - 1, 30)))
 
 
+def wait(seconds: float, event: threading.Event | None) -> None:
+    """Sleep, or return early once the event is set."""
+    (event or threading.Event()).wait(seconds)
+
+
 @dataclass(frozen=True)
 class Clock:
-    """Time and chance, replaceable in tests. `wait` sleeps, and returns early once the event is set."""
+    """Time and chance, replaceable in tests."""
 
     now: Callable[[], float] = time.monotonic
-    wait: Callable[[float, threading.Event | None], None] = field(
-        default=lambda delay, event: time.sleep(delay) if event is None else (event.wait(delay), None)[1]
-    )
+    wait: Callable[[float, threading.Event | None], None] = wait
     uniform: Callable[[float, float], float] = random.uniform
 
 

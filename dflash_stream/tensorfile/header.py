@@ -16,6 +16,7 @@ from typing import Any
 ITEM_BYTES = {"I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 PREFIX_BYTES = 8
 ALIGNMENT_BYTES = 8  # what safetensors asks for
+MAX_HEADER_BYTES = 100 << 20  # of any file, as the safetensors library has it
 
 
 class LayoutError(ValueError):
@@ -54,8 +55,10 @@ def build(
 
 
 def length_of(start: bytes | memoryview, file_bytes: int, *, at_most: int) -> int:
-    """Bytes of JSON behind the prefix, from a file's first bytes. LayoutError for none, more than `at_most`, or
-    more than there are."""
+    """Bytes of JSON behind the prefix, from a file's first bytes.
+
+    LayoutError for none, for more than `at_most`, and for more than the file has.
+    """
     if len(start) < PREFIX_BYTES:
         raise LayoutError(f"{file_bytes:,} bytes are no safetensors file")
     (length,) = struct.unpack_from("<Q", start)

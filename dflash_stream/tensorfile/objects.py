@@ -15,10 +15,9 @@ from dflash_stream.errors import UserError
 from dflash_stream.store import Store, crc32c
 from dflash_stream.store.upload import ObjectUpload
 from dflash_stream.tensorfile import header
-from dflash_stream.tensorfile.header import PREFIX_BYTES, Entry, LayoutError
+from dflash_stream.tensorfile.header import MAX_HEADER_BYTES, PREFIX_BYTES, Entry, LayoutError
 from dflash_stream.tensorfile.pieces import DTYPES, bytes_of
 
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
 RANGE_BYTES = 16 << 20
 THREADS = 8
 
