@@ -74,7 +74,7 @@ def _end_threads(jobs: SimpleQueue[Callable[[], None] | None], count: int) -> No
 
 
 class Uploader:
-    """Uploads of one process, sharing `pool_bytes` of part buffers and `max_concurrent_uploads` threads.
+    """Uploads of one process, sharing `pool_bytes` of part buffers and `max_concurrent_uploads` requests.
 
     All threads are daemons: neither a fork nor an exit waits for them. `left_behind` lists keys whose
     multipart upload could not be aborted.
@@ -89,6 +89,9 @@ class Uploader:
         self._lock = threading.Lock()
         self._open: weakref.WeakSet[ObjectUpload] = weakref.WeakSet()
         self._closed = False
+        # Parts and completions share the requests allowed. Completions have threads of their own: a store may take
+        # minutes over one, and no part thread waits for that.
+        self._requests = threading.Semaphore(settings.max_concurrent_uploads)
         self._bytes_sent = self._bytes_in_flight = self._parts_queued = 0
         self._requests_before, self._retries_before = store.writes.requests, store.writes.retries
         self.left_behind: list[str] = []
@@ -325,18 +328,19 @@ class ObjectUpload:
     def _send(self, send: Callable[[memoryview], None], buffer: Buffer, filled: int) -> None:
         """In a part thread: send a part, or the whole of a small object. Skipped once the object has failed."""
         uploader = self._uploader
-        uploader._count(queued=-1, in_flight=filled)
-        sent = 0
-        try:
-            if self._error is None:
-                send(buffer.data[:filled])
-                sent = filled
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            uploader._count(in_flight=-filled, sent=sent)
-            uploader._pool.release(buffer, moving=True)
-            self._returned()
+        with uploader._requests:
+            uploader._count(queued=-1, in_flight=filled)
+            sent = 0
+            try:
+                if self._error is None:
+                    send(buffer.data[:filled])
+                    sent = filled
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                uploader._count(in_flight=-filled, sent=sent)
+        uploader._pool.release(buffer, moving=True)
+        self._returned()
 
     def _send_part(self, number: int, view: memoryview) -> None:
         store = self._uploader._store
@@ -371,9 +375,10 @@ class ObjectUpload:
             assert self._upload_id is not None
             try:
                 parts = sorted(self._parts, key=lambda part: part.number)
-                etag = self._uploader._store.complete_upload(
-                    self.key, self._upload_id, parts, give_up=self._stop
-                )
+                with self._uploader._requests:
+                    etag = self._uploader._store.complete_upload(
+                        self.key, self._upload_id, parts, give_up=self._stop
+                    )
             except BaseException as failure:
                 error = self._error = failure
         if error is not None and self._upload_id is not None:

@@ -17,6 +17,7 @@ import pytest
 
 from dflash_stream.config import GiB, MiB, StoreSettings
 from dflash_stream.store import NotFound, Store, StoreError, Uploader, open_store
+from dflash_stream.store.checksum import crc32c, crc32c_header
 from dflash_stream.store.upload import part_size
 from tests.store.conftest import PART_BYTES
 from tests.store.fault_proxy import FaultProxy, delay, hold, lose_answer, refuse, reset
@@ -322,9 +323,45 @@ def test_no_more_requests_than_allowed_are_in_flight(sink: FaultProxy) -> None:
     assert sink.peak(PART) == 3
 
 
+def test_completions_come_on_top_of_the_requests_allowed(sink: FaultProxy) -> None:
+    settings = sink_settings(sink, parts=6, threads=3)
+    release = threading.Event()
+    sink.on(COMPLETE, hold(release))
+    sink.on(PART, delay(0.1), times=100)
+    with Uploader(open_store(settings), settings) as uploader:
+        slow = uploader.open("slow")
+        slow.write(bytes(PART_BYTES))
+        first = slow.finish()
+        eventually(lambda: sink.count(COMPLETE) == 1, "the first is being completed")
+        other = uploader.open("other")
+        other.write(bytes(6 * PART_BYTES))
+        other.finish().result(20)
+        assert not first.done()
+        release.set()
+        first.result(10)
+    assert sink.peak("PUT|POST") == 3
+
+
+def test_parts_carry_their_checksum_and_are_neither_signed_nor_chunked(sink: FaultProxy) -> None:
+    """SHA-256 of a body costs more than sending it, and many stores do not understand checksum trailers."""
+    settings = sink_settings(sink)
+    data = os.urandom(PART_BYTES + 7)
+    with Uploader(open_store(settings), settings) as uploader:
+        upload = uploader.open("k")
+        upload.write(data)
+        upload.finish().result(20)
+    parts = sink.matching(PART)
+    assert sorted(len(part.body) for part in parts) == [7, PART_BYTES]
+    for part in parts:
+        headers = {name.lower(): value for name, value in part.headers.items()}
+        assert headers["x-amz-checksum-crc32c"] == crc32c_header(crc32c(part.body))
+        assert headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert not {"x-amz-trailer", "content-encoding", "transfer-encoding", "content-md5"} & headers.keys()
+
+
 def test_completing_an_object_does_not_hold_up_the_next_one(sink: FaultProxy) -> None:
     """A store may take minutes to complete an object."""
-    settings = sink_settings(sink, threads=1)
+    settings = sink_settings(sink, threads=2)
     release = threading.Event()
     sink.on(f"{COMPLETE}", hold(release))
     with Uploader(open_store(settings), settings) as uploader:
