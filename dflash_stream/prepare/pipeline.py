@@ -158,6 +158,7 @@ def _make(
         settings.unit_bytes,
         draft.sample_bytes,
         scratch / TABLE_FILE,
+        config.store.max_concurrent_uploads,
     )
     try:
         left_out = _write(config, train, held_out, writer)

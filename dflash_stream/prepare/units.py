@@ -22,7 +22,7 @@ from dflash_stream.run import SAMPLES_SCHEMA, UNIT_SCHEMA
 from dflash_stream.store import Store
 
 ROW_GROUP = 1 << 14  # rows of the table kept in memory
-PUT_THREADS = 8
+MAX_PUTS = 8  # units on their way at a time
 
 
 class Cutter:
@@ -61,10 +61,11 @@ class Totals:
 
 
 class Writer:
-    """Writes samples in their final order. Memory: one unit's tokens, and the eight units on their way.
+    """Writes samples in their final order. Memory: one unit's tokens, and the units on their way.
 
     store: None to write nothing but the table: a run is compared, not made.
     size: (record, validation) → bytes of the sample in its shard
+    puts: units on their way at a time; eight at most
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Writer:
         unit_bytes: int,
         size: Callable[[Record, bool], int],
         table: Path,
+        puts: int,
     ) -> None:
         self._store = store
         self._sources = sources
@@ -83,7 +85,8 @@ class Writer:
         self._rows: dict[str, list[object]] = {name: [] for name in SAMPLES_SCHEMA.names}
         self.table_path = table
         self._table = pq.ParquetWriter(table, SAMPLES_SCHEMA, compression="zstd")
-        self._pool = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="put-unit")
+        self._max_puts = min(puts, MAX_PUTS)
+        self._pool = ThreadPoolExecutor(self._max_puts, thread_name_prefix="put-unit")
         self._puts: deque[Future[str]] = deque()
         self.totals = {True: Totals(), False: Totals()}
         self.validation_units = 0
@@ -157,7 +160,7 @@ class Writer:
         columns, self._unit = self._unit, {name: [] for name in UNIT_SCHEMA.names}
         if self._store is None:
             return
-        while len(self._puts) >= PUT_THREADS:
+        while len(self._puts) >= self._max_puts:
             self._puts.popleft().result()
         self._puts.append(self._pool.submit(self._store.put, layout.unit_tokens(unit), unit_file(columns)))
 

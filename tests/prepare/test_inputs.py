@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_stream.config import MiB, PrepareSettings
 from dflash_stream.errors import UserError
+from dflash_stream.prepare import workers
 from dflash_stream.prepare.inputs import find_files, read_chunks
 
 
@@ -27,3 +29,11 @@ def test_a_damaged_gzip_file_is_named_wherever_the_damage_is(tmp_path: Path) -> 
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"cannot read .*chats\.jsonl\.gz"):
             list(read_chunks(path, 0))
+
+
+def test_cores_are_left_idle_while_there_is_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "usable_cores", lambda: 12)
+    assert workers.worker_count(PrepareSettings(), 1000 * MiB) == 12
+    assert workers.worker_count(PrepareSettings(), 12 * MiB) == 3  # a process takes seconds to start
+    assert workers.worker_count(PrepareSettings(), 0) == 1
+    assert workers.worker_count(PrepareSettings(workers=5), 1000 * MiB) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dflash_stream.prepare.viewer import show
 from dflash_stream.run import Run, SampleTable
 from dflash_stream.shards.codec import raw_payload_bytes
 from dflash_stream.shards.tar import member_bytes
-from dflash_stream.store import Store, StoreError, open_store
+from dflash_stream.store import LocalStore, Store, StoreError, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 Prepare = Callable[..., Run]
@@ -150,6 +151,28 @@ def test_the_run_lands_in_s3_with_its_head(s3_url: str, target: Path, run_prepar
     assert head.num_layers == 8
 
 
+def test_units_go_up_with_more_requests_than_allowed(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", tokenised(900, length=400))
+    settings = make_config(target, f"file://{tmp_path}/run", path)
+    settings = settings.model_copy(
+        update={"store": settings.store.model_copy(update={"max_concurrent_uploads": 2})}
+    )
+    put, flying, seen = LocalStore.put, [], []
+
+    def slow(self: LocalStore, key: str, body: bytes, **conditions: Any) -> str:
+        flying.append(key)
+        seen.append(len(flying))
+        time.sleep(0.2)
+        flying.remove(key)
+        return put(self, key, body, **conditions)
+
+    monkeypatch.setattr(LocalStore, "put", slow)
+    assert prepare(settings, log=lambda line: None).identity.units > 4
+    assert max(seen) == 2
+
+
 def test_units_hold_as_many_bytes_as_they_may(run_prepare: Prepare, tmp_path: Path) -> None:
     run = run_prepare(write_jsonl(tmp_path / "t.jsonl", tokenised(900, length=400)))
     sizes = np.zeros(run.identity.units, np.int64)
@@ -243,6 +266,7 @@ def test_a_prepared_run_is_left_alone(run_prepare: Prepare, tmp_path: Path) -> N
             {"max_tokens": 40},
             r"text\.max_tokens \(prepare\.max_tokens\): the run has 2048, these settings give 40",
         ),
+        ({"truncation": "drop"}, r"text\.truncation \(prepare\.truncation\): the run has 'right'"),
         ({"codec": "fp8"}, r"codec \(prepare\.codec\): the run has 'bf16'"),
         ({"layers": [1, 2]}, r"layers \(prepare\.layers\): the run has \[1, 3\]"),
         ({"max_samples": 9}, r"samples: the run has 50, these settings give 9"),
@@ -256,6 +280,13 @@ def test_other_settings_are_refused_by_name(
     with pytest.raises(UserError, match=told):
         run_prepare(path, **settings)
     assert contents(open_store(make_config(tmp_path, f"file://{tmp_path}/run").store)) == before
+
+
+def test_the_thinking_mode_of_chats_is_recorded(run_prepare: Prepare, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", chats(5))
+    assert run_prepare(path, thinking=False).identity.text.thinking is False
+    with pytest.raises(UserError, match=r"text\.thinking \(prepare\.thinking\): the run has False"):
+        run_prepare(path, thinking=True)
 
 
 def test_other_data_are_refused(run_prepare: Prepare, tmp_path: Path) -> None:
