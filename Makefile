@@ -1,6 +1,7 @@
 # make demo    the whole pipeline on a small real model and real chats, against a local S3 server
-# make test    the test suite
+# make test    the test suite, or a part of it: make test PYTEST=tests/store
 # make check   ruff and mypy
+# make clean   delete what these have made
 #
 # Each needs only Python 3.11+ and make: what is missing is installed into .venv first.
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LAUNCHER_SIGNS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun and accelerate
 PARENT_POLL_S = 0.5
@@ -57,5 +57,5 @@ def _watch(parent: int) -> None:
     # Polled, since that works on every system; and Linux's death signal is sent when the thread that forked ends.
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
-    logger.error("the process that started this one has died: stopping")
+    log.error("the process that started this one has died: stopping")
     os.kill(os.getpid(), signal.SIGTERM)

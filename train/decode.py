@@ -35,7 +35,7 @@ from train.verifier import Verifier
 ANCHORS_AT_ONCE = 256  # of a text that go through the drafter together
 
 
-# ---------------------------------------------------------------- the walk
+# --- the walk
 
 
 @torch.inference_mode()
@@ -122,7 +122,7 @@ def slot_acceptance(lengths: Sequence[int], block_size: int) -> tuple[list[int],
     return accepted, offered
 
 
-# ---------------------------------------------------------------- the live loop
+# --- the live loop
 
 
 @dataclass(frozen=True)

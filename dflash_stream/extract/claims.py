@@ -17,7 +17,7 @@ from types import TracebackType
 from dflash_stream import layout
 from dflash_stream.store import NotFound, PreconditionFailed, Store, StoreError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Claims:
@@ -69,7 +69,7 @@ class Claims:
                     self._unsettled.discard(unit)
                     return False
                 etag = self._store.put(key, self._body(), if_match=theirs)
-                logger.info("unit %d: taking over a claim that lapsed", unit)
+                log.info("unit %d: taking over a claim that lapsed", unit)
         except (PreconditionFailed, NotFound):  # taken over, renewed or released by another in between
             self._unsettled.discard(unit)
             return False
@@ -87,7 +87,7 @@ class Claims:
             try:
                 self._store.delete([layout.claim(unit)])
             except StoreError as error:
-                logger.warning("unit %d: its claim stays until it lapses: %s", unit, error)
+                log.warning("unit %d: its claim stays until it lapses: %s", unit, error)
             self._unsettled.discard(unit)
 
     def renew(self) -> None:
@@ -102,12 +102,12 @@ class Claims:
                     )
                 except (PreconditionFailed, NotFound):
                     self._etags.pop(unit)
-                    logger.warning(
+                    log.warning(
                         "unit %d: the claim lapsed and went to another process; one of the two works in vain",
                         unit,
                     )
                 except StoreError as error:
-                    logger.warning("unit %d: could not renew its claim: %s", unit, error)
+                    log.warning("unit %d: could not renew its claim: %s", unit, error)
 
     def close(self) -> None:
         """Stop renewing and release what is held."""
@@ -127,7 +127,7 @@ class Claims:
         except NotFound:
             pass
         except StoreError as error:
-            logger.warning("unit %d: its claim stays until it lapses: %s", unit, error)
+            log.warning("unit %d: its claim stays until it lapses: %s", unit, error)
 
     def __enter__(self) -> Claims:
         return self

@@ -20,7 +20,7 @@ from dflash_stream.extract.batches import in_order, plan
 from dflash_stream.target.load import Target
 from dflash_stream.target.taps import PendingStates, States, Tokens
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def halves(batch: list[int], lengths: list[int]) -> list[list[int]]:
             "Use a device with more memory (nothing else should run on it), or prepare a run with a smaller "
             "prepare.max_tokens; extract.tokens_per_batch does not matter for a single sample."
         )
-    logger.warning(
+    log.warning(
         "out of memory at a batch of %d samples, %d padded tokens: trying halves; "
         "a lower extract.tokens_per_batch avoids this",
         len(batch),

@@ -23,10 +23,11 @@ from dflash_stream.shards.codec import require
 from dflash_stream.shards.index import build_blocks, committed_units
 from dflash_stream.store import Store, open_store
 from dflash_stream.store.upload import Uploader
+from dflash_stream.target.identity import describe_target
 from dflash_stream.target.load import Target, load_target
 from dflash_stream.tracking import open_tracker
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def extract(config: Config) -> ExtractSummary:
@@ -39,7 +40,7 @@ def extract(config: Config) -> ExtractSummary:
     with Lifetime(config.extract.grace_s) as lifetime, closing(open_store(config.store)) as store:
         run = Run.open(store)
         identity = run.identity
-        logger.info(
+        log.info(
             "%s: process %d of %d on %s, %d units of %s samples, %s tokens, %.1f GiB of states",
             store.url, place.rank, place.world, place.device, identity.units, f"{identity.samples:,}",
             f"{identity.tokens:,}", identity.tokens * identity.bytes_per_token / 2**30,
@@ -47,9 +48,9 @@ def extract(config: Config) -> ExtractSummary:
         check_settings(identity, config, store.url)
         done = committed_units(store) & set(range(identity.units))  # others may lie beside them
         if len(done) == identity.units:
-            logger.info("all %d units are extracted: nothing to do", identity.units)
+            log.info("all %d units are extracted: nothing to do", identity.units)
             return ExtractSummary()
-        logger.info("%d of %d units are extracted", len(done), identity.units)
+        log.info("%d of %d units are extracted", len(done), identity.units)
         require(identity.codec)
         store.check()
         target = _load(config, identity, store, place, done)
@@ -58,8 +59,6 @@ def extract(config: Config) -> ExtractSummary:
 
 def _load(config: Config, identity: Identity, store: Store, place: Place, done: set[int]) -> Target:
     """The target of the run, checked. Whole only while held-out units lack their continuations."""
-    from dflash_stream.target.identity import describe_target
-
     settings = target_settings(identity, config.target)
     check_target(identity, describe_target(settings), store.url)
     rule = identity.validation
@@ -69,7 +68,7 @@ def _load(config: Config, identity: Identity, store: Store, place: Place, done: 
         settings, layers=identity.layers, whole=whole, device=place.device,
         final_state=identity.final_state == "pre_norm",
     )  # fmt: skip
-    logger.info(
+    log.info(
         "loaded %s in %.0f s: %d of %d layers, tapping %s", settings.id, time.monotonic() - started,
         len(target.layers), identity.target.num_layers, identity.layers,
     )  # fmt: skip
@@ -94,20 +93,18 @@ def _work(config: Config, run: Run, target: Target, place: Place, lifetime: Life
         state = "finished"
     except Interrupted as stop:
         state = "stopped"
-        logger.info("%s: ending what is open; what is committed stays, starting again continues", stop)
+        log.info("%s: ending what is open; what is committed stays, starting again continues", stop)
         raise
     finally:
         if state != "finished":
             worker.finish_draining(timeout_s=lifetime.remaining_s() / 2)
         for key in uploader.close(timeout_s=lifetime.remaining_s() / 2):
-            logger.error(
-                "the upload of %s could not be aborted: its parts stay until the store drops them", key
-            )
+            log.error("the upload of %s could not be aborted: its parts stay until the store drops them", key)
         claims.close()
         summary = worker.summary()
         tracker.summary(asdict(summary))
         tracker.close(state)
-    logger.info("extracted: %s", summary)
+    log.info("extracted: %s", summary)
     return summary
 
 
@@ -115,9 +112,9 @@ def _gather(run: Run) -> None:
     """Gather the records in index blocks, now that all are there: a trainer then starts with a few reads."""
     try:
         built = build_blocks(run.store, run)
-        logger.info("gathered the index in %d blocks", len(built))
+        log.info("gathered the index in %d blocks", len(built))
     except Exception as error:  # the records stand for themselves
-        logger.warning("the index was not gathered, so training will start more slowly: %s", error)
+        log.warning("the index was not gathered, so training will start more slowly: %s", error)
 
 
 def _made_with(config: Config, identity: Identity, place: Place) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dflash_stream.target.load import Target
 from dflash_stream.target.taps import States
 from dflash_stream.tracking import Tracker
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_DRAINING = 2  # shards whose last parts are still on their way while the next unit computes
 CHOICES = 4  # a unit is drawn from the first few free ones, so that many processes do not race for one
@@ -110,7 +110,7 @@ class Worker:
             try:
                 self._collect(wait_s=deadline - time.monotonic())
             except Exception as error:
-                logger.error("unit %d is not committed: %s", unit, error)
+                log.error("unit %d is not committed: %s", unit, error)
 
     def summary(self) -> ExtractSummary:
         """What was done so far; of the seconds, those up to now."""
@@ -140,7 +140,7 @@ class Worker:
                     self._claims.release(unit)
             if not free:
                 if pause_s == SHORTEST_POLL_S:
-                    logger.info(
+                    log.info(
                         "other processes work on all that is missing (units: %d): waiting; the claim of one that "
                         "died lapses within %.0f s", len(missing), self._settings.claim_ttl_s,
                     )  # fmt: skip
@@ -175,7 +175,7 @@ class Worker:
                 reason = made if isinstance(made, str) else _add(writer, sample.key, made)
                 if reason:
                     writer.refuse(sample.key, reason)
-                    logger.warning("unit %d: sample %s refused: %s", unit, sample.key, reason)
+                    log.warning("unit %d: sample %s refused: %s", unit, sample.key, reason)
                     refused.append(f"{sample.key}: {reason}")
                     self._stop_if_too_many(unit, refused, len(samples))
                 self._computed_tokens += len(sample.input_ids)
@@ -212,7 +212,7 @@ class Worker:
         began = time.monotonic()
         if unit < rule.units and rule.new_tokens:
             prompts = [sample.input_ids[: prompt_tokens(sample.loss_mask)] for sample in samples]
-            logger.info("unit %d: generating %d continuations", unit, len(prompts))
+            log.info("unit %d: generating %d continuations", unit, len(prompts))
             made = continuations(self._target, prompts, rule.new_tokens, budget)
             texts = [np.concatenate([p, np.asarray(m, np.int32)]) for p, m in zip(prompts, made, strict=True)]
             sequences = [sequence for pair in zip(sequences, texts, strict=True) for sequence in pair]
@@ -252,7 +252,7 @@ class Worker:
             committed = drain.shard.result()
             self._claims.release(drain.unit)
             if not committed.ours:
-                logger.info("unit %d: another process committed it first", drain.unit)
+                log.info("unit %d: another process committed it first", drain.unit)
                 continue
             self._done.shards += 1
             self._done.samples += len(committed.record.samples)
@@ -272,7 +272,7 @@ class Worker:
         self._told = time.monotonic()
         summary, stats = self.summary(), self._uploader.stats
         rate = self._computed_tokens / max(summary.seconds, 1e-9)
-        logger.info(
+        log.info(
             "%s; %s tokens/s, %d draining, %.0f MiB in flight, %.1f s blocked by the store",
             event, f"{rate:,.0f}",
             len(self._draining), stats.bytes_in_flight / 2**20, summary.blocked_s,

@@ -215,6 +215,7 @@ def _tokenise(
 
 
 def _group_place(meta: NDArray[Any]) -> NDArray[np.uint64]:
+    """The order in which held-out conversations are taken: whole conversations, and not by the split's own hash."""
     return mix64(HELD_OUT + 1, meta["group"])
 
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from dflash_stream.errors import UserError
-from dflash_stream.shards import payload as layout
-from dflash_stream.shards.payload import StoredTensor
+from dflash_stream.shards.payload import StoredTensor, header, in_order, parse
 from dflash_stream.shards.tensors import RULES, SampleError, check
 from dflash_stream.tensorfile.header import ITEM_BYTES
 from dflash_stream.tensorfile.pieces import DTYPES, NAMES, bytes_of
@@ -55,12 +54,12 @@ def encode(codec: str, tensors: Mapping[str, torch.Tensor], where: str = "the sa
     for name in RULES:  # never the caller's order: equal samples make equal bytes
         if name in tensors:
             stored += (store if RULES[name].state else _store_raw)(name, tensors[name], where)
-    return layout.in_order(stored)
+    return in_order(stored)
 
 
 def payload_header(codec: str, stored: list[StoredTensor]) -> bytes:
     """What precedes the bytes of `stored` in a payload: 8 + header, a multiple of 512 bytes."""
-    return layout.header(_metadata(codec), [(tensor.name, tensor.dtype, tensor.shape) for tensor in stored])
+    return header(_metadata(codec), [(tensor.name, tensor.dtype, tensor.shape) for tensor in stored])
 
 
 def decode(payload: bytes | bytearray | memoryview, where: str = "the payload") -> dict[str, torch.Tensor]:
@@ -72,7 +71,7 @@ def decode(payload: bytes | bytearray | memoryview, where: str = "the payload") 
     view = memoryview(payload)
     if view.readonly:
         view = memoryview(bytearray(view))
-    metadata, stored = layout.parse(view, where)
+    metadata, stored = parse(view, where)
     codec = metadata.get("codec", "")
     if metadata.get("format") != FORMAT or codec not in _CODECS:
         raise SampleError(
@@ -101,7 +100,7 @@ def raw_payload_bytes(tokens: int, num_layers: int, hidden_size: int, final_stat
     names = ["input_ids", "hidden_states", *(["final_state"] if final_state else []), "loss_mask"]
     specs = [(n, NAMES[RULES[n].dtype], tuple(sizes[letter] for letter in RULES[n].shape)) for n in names]
     body = sum(int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype] for _, dtype, shape in specs)
-    return len(layout.header(_metadata("bf16"), specs)) + body
+    return len(header(_metadata("bf16"), specs)) + body
 
 
 def _metadata(codec: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from dflash_stream.shards.tar import BLOCK_BYTES
 from dflash_stream.shards.tensors import SampleError
-from dflash_stream.tensorfile import header as layout
-from dflash_stream.tensorfile.header import ITEM_BYTES, PREFIX_BYTES
+from dflash_stream.tensorfile.header import ITEM_BYTES, PREFIX_BYTES, LayoutError, build, length_of
+from dflash_stream.tensorfile.header import parse as parse_header
 
 MAX_HEADER_BYTES = 1 << 20  # ours have 512; a damaged length must not make a reader parse gigabytes
 
@@ -34,7 +34,7 @@ def in_order(stored: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 def header(metadata: dict[str, str], entries: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     """Everything before the tensors' bytes; `entries` are (name, dtype, shape) in the order of storage."""
-    return layout.build(entries, metadata, alignment_bytes=BLOCK_BYTES)
+    return build(entries, metadata, alignment_bytes=BLOCK_BYTES)
 
 
 def parse(
@@ -47,9 +47,9 @@ def parse(
     """
     view = memoryview(payload).cast("B")
     try:
-        end = PREFIX_BYTES + layout.length_of(view, len(view), at_most=MAX_HEADER_BYTES)
-        metadata, entries = layout.parse(bytes(view[PREFIX_BYTES:end]), len(view))
-    except layout.LayoutError as error:
+        end = PREFIX_BYTES + length_of(view, len(view), at_most=MAX_HEADER_BYTES)
+        metadata, entries = parse_header(bytes(view[PREFIX_BYTES:end]), len(view))
+    except LayoutError as error:
         raise SampleError(f"{where} is damaged: {error}") from None
     return metadata, {
         entry.name: StoredTensor(entry.name, entry.dtype, entry.shape, view[entry.start : entry.end])

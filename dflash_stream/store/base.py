@@ -135,9 +135,7 @@ class Store(Protocol):
         """Delete objects; absent ones are no error."""
         ...
 
-    def create_upload(
-        self, key: str, *, part_bytes: int = 16 << 20, give_up: threading.Event | None = None
-    ) -> str:
+    def create_upload(self, key: str, *, part_bytes: int, give_up: threading.Event | None = None) -> str:
         """Begin a multipart upload and return its id. Every part but the last will have `part_bytes`."""
         ...
 

@@ -218,9 +218,7 @@ class LocalStore:
                     continue
             self.writes.add(requests=1)
 
-    def create_upload(
-        self, key: str, *, part_bytes: int = 16 << 20, give_up: threading.Event | None = None
-    ) -> str:
+    def create_upload(self, key: str, *, part_bytes: int, give_up: threading.Event | None = None) -> str:
         self._path(key)
         upload_id = layout.new_token()
         with self._errors("beginning the upload of", key):

@@ -39,7 +39,7 @@ def probe(store: Store) -> None:
 def _upload(store: Store, key: str) -> None:
     """A multipart upload of one part, over the object, and what becomes of it."""
     data = memoryview(b"in parts")
-    upload = store.create_upload(key)
+    upload = store.create_upload(key, part_bytes=len(data))
     try:
         part = store.put_part(key, upload, 1, data, crc32c(data))
         store.complete_upload(key, upload, [part])

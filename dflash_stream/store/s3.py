@@ -241,9 +241,7 @@ class S3Store:
         with contextlib.suppress(NotFound):
             retrier.run(what, attempt, self.writes)
 
-    def create_upload(
-        self, key: str, *, part_bytes: int = 16 << 20, give_up: threading.Event | None = None
-    ) -> str:
+    def create_upload(self, key: str, *, part_bytes: int, give_up: threading.Event | None = None) -> str:
         arguments = {"ChecksumAlgorithm": "CRC32C"} if self._settings.checksums else {}
         answer = self._retrier.run(
             self._what("beginning the upload of", key),

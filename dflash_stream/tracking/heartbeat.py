@@ -43,6 +43,7 @@ class Heartbeat:
         self._thread.start()
 
     def update(self, values: Mapping[str, Any]) -> None:
+        """Put these figures into the next beat, over older ones of the same names."""
         with self._lock:
             self._values.update(values)
 

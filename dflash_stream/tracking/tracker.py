@@ -11,42 +11,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 from dflash_stream.config import Config
 from dflash_stream.store import Store
 from dflash_stream.tracking.heartbeat import Heartbeat
-
-
-class Tracker(Protocol):
-    """Where figures go. `where` tells a person how to find them."""
-
-    @property
-    def where(self) -> str: ...
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Figures at a step; steps rise."""
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Figures of the whole phase."""
-
-    def close(self, state: str = "finished") -> None: ...
-
-
-class NullTracker:
-    """Takes everything, keeps nothing."""
-
-    where = ""
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        pass
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self, state: str = "finished") -> None:
-        pass
 
 
 def has_wandb_key() -> bool:
@@ -81,7 +51,7 @@ class _Wandb:
                 job_type=phase,
                 dir=config.tracking.directory,
                 mode=mode,  # type: ignore[arg-type]
-                config={"store": store.url, **settings},
+                config={**settings, "store": store.url},  # its address, whatever the settings hold of it
                 settings=wandb.Settings(
                     console="off", silent=True, init_timeout=30.0, disable_git=True, save_code=False
                 ),
@@ -119,8 +89,8 @@ class _Wandb:
                 self._fail("finish", error)
 
 
-class _Tracking:
-    """The heartbeat, and on the main process wandb."""
+class Tracker:
+    """The heartbeat of one process, and on the main process wandb. `where` tells a person how to find its figures."""
 
     def __init__(self, heartbeat: Heartbeat, wandb: _Wandb | None) -> None:
         self._heartbeat = heartbeat
@@ -129,16 +99,19 @@ class _Tracking:
         self._heartbeat.update({"wandb": self.where})
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Figures at a step; steps rise."""
         self._heartbeat.update({**values, "step": step})
         if self._wandb:
             self._wandb.log(values, step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
+        """Figures of the whole phase."""
         self._heartbeat.update({"summary": dict(values)})
         if self._wandb:
             self._wandb.summary(values)
 
     def close(self, state: str = "finished") -> None:
+        """The last beat, with how the process ended, and the end of the wandb run."""
         self._heartbeat.close(state)
         if self._wandb:
             self._wandb.close(state)
@@ -147,6 +120,9 @@ class _Tracking:
 def open_tracker(
     config: Config, store: Store, phase: str, *, settings: Mapping[str, Any], primary: bool
 ) -> Tracker:
-    """The tracker of one process. `primary` is true on the one process that writes to wandb."""
+    """The tracker of one process, of `phase` ("extract", "train").
+
+    settings: what wandb shows of them; primary: true on the one process that writes to wandb.
+    """
     wandb = _Wandb(config, store, phase, settings) if primary and config.tracking.wandb else None
-    return _Tracking(Heartbeat(store, phase), wandb)
+    return Tracker(Heartbeat(store, phase), wandb)

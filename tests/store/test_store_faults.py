@@ -282,14 +282,14 @@ def test_bytes_damaged_on_the_way_are_refused_by_the_store_and_sent_again(
 
 
 def test_a_part_is_checked_by_the_store(faulty: Store) -> None:
-    upload = faulty.create_upload("big")
+    upload = faulty.create_upload("big", part_bytes=PART_BYTES)
     with pytest.raises(StoreError, match=r"BadDigest|InvalidDigest|[Cc]hecksum"):
         faulty.put_part("big", upload, 1, memoryview(b"abc"), crc32c(b"abd"))
     faulty.abort_upload("big", upload)
 
 
 def test_retries_of_a_part_end_when_its_object_is_given_up(faulty: Store, proxy: FaultProxy) -> None:
-    upload = faulty.create_upload("big")
+    upload = faulty.create_upload("big", part_bytes=PART_BYTES)
     proxy.on("PUT .*[?&]partNumber", refuse(500, "InternalError"), times=10**6)
     give_up = threading.Event()
     threading.Timer(0.3, give_up.set).start()

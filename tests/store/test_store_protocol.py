@@ -223,8 +223,8 @@ def test_an_aborted_upload_leaves_nothing(store: Store) -> None:
 
 
 def test_uploads_are_listed_by_prefix(store: Store) -> None:
-    wanted = {(f"shards/{n}", store.create_upload(f"shards/{n}")) for n in range(5)}
-    other = store.create_upload("head/x")
+    wanted = {(f"shards/{n}", store.create_upload(f"shards/{n}", part_bytes=PART_BYTES)) for n in range(5)}
+    other = store.create_upload("head/x", part_bytes=PART_BYTES)
     assert {(u.key, u.upload_id) for u in store.list_uploads("shards/")} == wanted
     assert abs(next(store.list_uploads("")).initiated - time.time()) < 120
     for key, upload in [*wanted, ("head/x", other)]:

@@ -62,6 +62,25 @@ def test_a_wandb_that_cannot_start_is_said_once_and_the_work_goes_on(
     assert capsys.readouterr().err.count("going on without it") == 1
 
 
+def test_wandb_is_told_more_of_the_store_than_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    told: dict[str, object] = {}
+
+    def init(**arguments: object) -> None:
+        told.update(arguments)
+        raise OSError("it has been told enough")
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = settings(tmp_path)
+    sent = config.model_dump(mode="json")
+    sent["store"]["endpoint"] = "https://me:hush@example.com"
+    open_tracker(config, open_store(config.store), "train", settings=sent, primary=True).close()
+    assert told["config"] == {**sent, "store": f"file://{tmp_path}/run"}
+
+
 def test_the_heartbeat_shows_the_latest_figures_and_how_the_process_ended(tmp_path: Path) -> None:
     config = settings(tmp_path, wandb=False)
     store = open_store(config.store)

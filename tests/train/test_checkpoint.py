@@ -187,7 +187,7 @@ def test_leftovers_of_killed_trainers_stay_for_ever(store: Store, uploader: Uplo
     publisher.wait()
     orphan = layout.checkpoint("d", 2, "killed") + MODEL
     store.put(orphan, b"uploaded, never named")
-    store.create_upload(layout.checkpoint("d", 3, "killed") + MODEL)
+    store.create_upload(layout.checkpoint("d", 3, "killed") + MODEL, part_bytes=5 << 20)
     named = objects(store) - {orphan}
     owner_of(store)
     assert objects(store) == named
