@@ -28,7 +28,7 @@ import webdataset as wds
 
 from dflash_stream.config import Config, MiB, StoreSettings, StreamSettings, TrainSettings
 from dflash_stream.run import Run
-from dflash_stream.shards.index import load_index
+from dflash_stream.shards.index import STORED, load_index
 from dflash_stream.shards.webdataset import decode_sample, register_s3, shard_urls
 from dflash_stream.store import open_store
 from dflash_stream.stream import TrainStream
@@ -88,7 +88,7 @@ def open_case(url: str, stream: StreamSettings) -> Case:
     register_s3(config.store)
     steps = int((~run.samples.validation).sum())  # of one sample each: exactly one epoch, whatever the run
     train_stream = TrainStream(store, run, config, steps=steps)
-    samples = int((index.state[np.isin(index.unit, units)] == 1).sum())
+    samples = int((index.state[np.isin(index.unit, units)] == STORED).sum())
     return Case(config, train_stream, shard_urls(url, settings=config.store), objects, samples, client)
 
 
@@ -181,8 +181,7 @@ def report(case: Case, figures: dict[str, list[tuple[float, float]]]) -> None:
     base_wall, base_cpu = next(iter(medians.values()))
     print(
         f"{case.samples} samples, {gigabytes * 1000:.0f} MB, {len(case.objects)} shards, "
-        f"{os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}"
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'':26}{'MB/s':>8}{'speed ratio':>13}{'CPU s/GB':>10}{'CPU ratio':>11}")
     for name, (wall, cpu) in medians.items():

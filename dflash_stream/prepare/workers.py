@@ -72,8 +72,7 @@ def make_samples(
             yield done[0], done[1].result()
     except BrokenProcessPool:
         raise UserError(
-            "a tokenising process was killed, probably for want of memory: lower prepare.workers and start "
-            "again"
+            "a tokenising process was killed, probably for want of memory: lower prepare.workers, start again"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

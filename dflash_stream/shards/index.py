@@ -30,7 +30,7 @@ from dflash_stream.store import PreconditionFailed, Store
 log = logging.getLogger(__name__)
 
 BLOCK_UNITS = 1024
-_ABSENT, _STORED, _REFUSED = 0, 1, 2
+ABSENT, STORED, REFUSED = 0, 1, 2  # states of a sample in a ShardIndex; absent: its unit is not loaded
 _BLOCK_SCHEMA = pa.schema(
     [  # one row a sample, in the order of the sample table; offset, size and crc32c are null for a refused one
         ("unit", pa.int32()),
@@ -70,7 +70,7 @@ class ShardIndex:
     offset: NDArray[np.int64]
     size: NDArray[np.int64]  # bytes of the payload, 0 where refused or not loaded
     crc32c: NDArray[np.uint32]
-    state: NDArray[np.uint8]  # 0 not loaded, 1 stored, 2 refused
+    state: NDArray[np.uint8]  # ABSENT, STORED or REFUSED
     objects: dict[int, tuple[str, str]] = field(default_factory=dict)  # unit → (key of its shard, etag)
 
     @classmethod
@@ -90,9 +90,9 @@ class ShardIndex:
         UserError when its unit was not loaded.
         """
         state, unit = self.state[row], int(self.unit[row])
-        if state == _REFUSED:
+        if state == REFUSED:
             return None
-        if state == _ABSENT:
+        if state == ABSENT:
             raise UserError(
                 f"row {row} of the sample table is in unit {unit}, whose shard is not committed yet"
             )
@@ -205,7 +205,7 @@ def load_index(store: Store, run: Run, units: Iterable[int], *, threads: int = 1
             raise
     surplus = set(index.objects) - set(wanted)  # of blocks that hold more than was asked for
     if surplus:
-        index.state[np.isin(index.unit, sorted(surplus))] = _ABSENT
+        index.state[np.isin(index.unit, sorted(surplus))] = ABSENT
         for unit in surplus:
             del index.objects[unit]
     return index
@@ -234,8 +234,8 @@ def _load_record(store: Store, run: Run, index: ShardIndex, unit: int) -> None:
     tokens = run.samples.tokens[rows][stored]
     if not np.array_equal(tokens, [sample.tokens for sample in record.samples]):
         raise UserError(f"{where}: token counts differ from the sample table. {REMAKE}")
-    state = np.full(rows.stop - rows.start, _REFUSED, np.uint8)
-    state[stored] = _STORED
+    state = np.full(rows.stop - rows.start, REFUSED, np.uint8)
+    state[stored] = STORED
     index.state[rows] = state
     index.offset[rows][stored] = [sample.offset for sample in record.samples]
     index.size[rows][stored] = [sample.size for sample in record.samples]
@@ -255,13 +255,11 @@ def _match(record: ShardRecord, keys: Sequence[str], where: str) -> NDArray[np.i
     if both != list(range(len(keys))) or stored != sorted(stored) or refused != sorted(refused):
         named = {sample.key for sample in record.samples} | {refusal.key for refusal in record.refused}
         lacking, alien = [key for key in keys if key not in named], sorted(named - set(keys))
-        what = (
-            f"lacks {lacking[0]}"
-            if lacking
-            else f"has {alien[0]}, which is not one of them"
-            if alien
-            else "has them out of order"
-        )
+        what = "has them out of order"
+        if lacking:
+            what = f"lacks {lacking[0]}"
+        elif alien:
+            what = f"has {alien[0]}, which is not one of them"
         raise UserError(
             f"{where}: the sample table has {len(keys)} samples for unit {record.unit}, the record has "
             f"{len(record.samples)} and {len(record.refused)} refused; it {what}. {REMAKE}"
@@ -306,7 +304,7 @@ def build_block(store: Store, run: Run, block: int, *, threads: int = 16) -> str
         return key
     index = load_index(store, run, units, threads=threads)
     rows = slice(index.rows(units[0]).start, index.rows(units[-1]).stop)
-    refused = index.state[rows] == _REFUSED
+    refused = index.state[rows] == REFUSED
     places = index.unit[rows] - units[0]
     objects, shard_etags = zip(*(index.objects[unit] for unit in units), strict=True)
     table = pa.Table.from_arrays(
@@ -351,7 +349,7 @@ def _load_block(store: Store, run: Run, index: ShardIndex, key: str) -> None:
     index.offset[rows] = columns["offset"]
     index.size[rows] = columns["size"]
     index.crc32c[rows] = columns["crc32c"]
-    index.state[rows] = np.where(refused, _REFUSED, _STORED)
+    index.state[rows] = np.where(refused, REFUSED, STORED)
     index.objects |= {
         int(u): pair for u, pair in zip(unit[first], zip(objects, etags, strict=True), strict=True)
     }

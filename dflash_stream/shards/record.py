@@ -111,6 +111,5 @@ def check_layout(record: ShardRecord, where: str) -> None:
         reached += tar.member_bytes(sample.size)
     if record.size and reached > record.size:
         raise UserError(
-            f"{where}: its samples have {reached:,} bytes, the object {record.size:,}: the record is damaged. "
-            f"{REMAKE}"
+            f"{where}: its samples have {reached:,} bytes, the object {record.size:,}: the record is damaged. {REMAKE}"
         )

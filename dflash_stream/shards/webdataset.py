@@ -232,8 +232,7 @@ class ShardCheck:
                 if not self._left and self._crc32c != self._expectation:
                     raise UserError(
                         f"sample {self._key} of {self._url} is damaged, in the store or on the way here: its "
-                        f"CRC32C is {self._crc32c:08x}, recorded was {self._expectation:08x}. "
-                        f"{REMAKE}"
+                        f"CRC32C is {self._crc32c:08x}, recorded was {self._expectation:08x}. {REMAKE}"
                     )
             if not self._left:
                 self._next()

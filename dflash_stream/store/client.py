@@ -195,11 +195,8 @@ def check_range(answer: dict[str, Any], start: int, reached: int, length: int) -
         raise BadAnswer(
             f"the object has only {total} bytes", Kind.FINAL, "It is not what was expected under this name"
         )
-    if (first, last) != (absolute + reached, absolute + length - 1) or answer[
-        "ContentLength"
-    ] != length - reached:
-        wanted = f"{absolute + reached}-{absolute + length - 1}"
-        raise BadAnswer(
-            f"asked for bytes {wanted}, got {first}-{last}, {answer['ContentLength']} bytes", Kind.FEW
-        )
+    wanted, got_bytes = (absolute + reached, absolute + length - 1), answer["ContentLength"]
+    if (first, last) != wanted or got_bytes != length - reached:
+        cause = f"asked for bytes {wanted[0]}-{wanted[1]}, got {first}-{last}, {got_bytes} bytes"
+        raise BadAnswer(cause, Kind.FEW)
     return absolute

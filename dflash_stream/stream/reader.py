@@ -314,8 +314,8 @@ class _Fetch:
         found = crc32c(entry.payload)
         if found != where.crc32c:
             raise UserError(
-                f"{self._place(entry)} is damaged: CRC32C {found:08x}, the index says {where.crc32c:08x} (read "
-                f"twice). {REMAKE}"
+                f"{self._place(entry)} is damaged: CRC32C {found:08x}, the index says {where.crc32c:08x} "
+                f"(read twice). {REMAKE}"
             )
 
     def _decode(self, entry: _Entry) -> Sample:
