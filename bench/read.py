@@ -66,6 +66,7 @@ def synthetic(url: str, megabytes: int, hidden: int, layers: int) -> None:
 
 
 def open_case(url: str, stream: StreamSettings) -> Case:
+    """The run at `url`, with its index loaded and clients open: nothing of that is measured."""
     import boto3
     from botocore.config import Config as BotoConfig
 

@@ -49,11 +49,13 @@ class _Frozen(BaseModel):
 
 
 class TargetIdentity(_Frozen):
+    """Which model the target is. The id says where one copy came from; the hash is equal for all copies."""
+
     id: str
     revision: str | None
     architecture: str
-    config_sha256: str
-    num_layers: int
+    config_sha256: str  # of its config.json, without what does not alter the model
+    num_layers: int  # decoder layers
     hidden_size: int
     vocab_size: int
 

@@ -68,6 +68,7 @@ class Commands:
 
 
 def read_json(client: Any, bucket: str, key: str) -> Any:
+    """A JSON object of the demo's run."""
     return json.loads(client.get_object(Bucket=bucket, Key=f"{NAME}/{key}")["Body"].read())
 
 
@@ -125,6 +126,7 @@ def tracked(where: str) -> str:
 
 
 def pipeline(server: S3Server, commands: Commands) -> None:
+    """From chats to an export, and the table of what came out."""
     begun = time.monotonic()
     export = WORK / "export"
     url = f"s3://{server.bucket}/{NAME}"

@@ -53,6 +53,7 @@ class CheckpointRecord(_Frozen):
 
     @property
     def keys(self) -> list[str]:
+        """The keys of its objects."""
         return [self.prefix + name for name in self.files]
 
 
@@ -137,6 +138,7 @@ class Ownership:
 
     @property
     def record(self) -> OwnerRecord:
+        """The owner's record as this trainer has put it last."""
         assert self._record is not None, "take() comes first"
         return self._record
 

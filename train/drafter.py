@@ -63,6 +63,8 @@ class Rotation:
 
 
 class Attention(nn.Module):
+    """Block tokens attend to the context and to their block; queries and keys are normalised head by head."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -91,6 +93,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)), [..., H] → [..., H]."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

@@ -196,6 +196,7 @@ class Tally:
         self.agreed, self.anchors = 0, 0
 
     def add(self, learner: Learner, sample: Sample) -> None:
+        """Put one held-out sample through the drafter of `learner`."""
         with learner.autocast():
             if sample.greedy_input_ids is not None and sample.greedy_hidden_states is not None:
                 self.walks.append(

@@ -120,7 +120,7 @@ class Worker:
         done.blocked_s = self._uploader.stats.blocked_s
         return done
 
-    # which unit
+    # --- which unit
 
     def _next_unit(self) -> int | None:
         """Claim a missing unit; while others hold all of them, wait. None: nothing is missing."""
@@ -158,7 +158,7 @@ class Worker:
             return False
         return True
 
-    # one unit
+    # --- one unit
 
     def _extract(self, unit: int) -> None:
         while len(self._draining) >= MAX_DRAINING:
@@ -241,7 +241,7 @@ class Worker:
                 "a higher extract.max_bad_fraction leaves such samples out."
             )
 
-    # what drains
+    # --- what drains
 
     def _collect(self, wait_s: float | None = 0.0) -> None:
         """Take note of shards that are done, after `wait_s` at most; raises what made one fail."""

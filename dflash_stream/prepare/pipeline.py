@@ -43,7 +43,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a run. `held_out`: how many of them, at the end of `paths`, are validation_inputs."""
+    """The files of a run. `held_out`: how many of them, at the end of `paths`, are validation_inputs.
+
+    A file's number, its `source`, is its place in `paths`.
+    """
 
     paths: list[Path]
     held_out: int
@@ -53,9 +56,11 @@ class Inputs:
         return sum(path.stat().st_size for path in self.paths)
 
     def is_held_out(self, source: int) -> bool:
+        """Whether the file of this number is one of the validation_inputs."""
         return source >= len(self.paths) - self.held_out
 
     def chunks(self) -> Iterator[Chunk]:
+        """The rows of all files, one file after the other."""
         for source, path in enumerate(self.paths):
             yield from read_chunks(path, source)
 

@@ -172,6 +172,7 @@ def shorten(reason: str) -> str:
 
 
 def turn_suffix(tokens: Tokens) -> str:
+    """What a reason says of a sample that is one turn of its conversation."""
     return "" if tokens.turn < 0 else " in a turn"
 
 

@@ -78,8 +78,8 @@ class Renderer:
             self._variables["enable_thinking"] = settings.thinking
         self._prompt_variables = [self._variables]
         if "enable_thinking" in self.template and settings.thinking is not False:
-            # of a turn without reasoning the empty think block belongs to the prompt, and only this variable
-            # puts it there
+            # Of a turn without reasoning the empty think block belongs to the prompt, and only this variable
+            # puts it there.
             self._prompt_variables.append({**self._variables, "enable_thinking": False})
         self._encoder = _offset_encoder(tokenizer)
 

@@ -75,6 +75,7 @@ class ShardIndex:
 
     @classmethod
     def empty(cls, units_of_rows: NDArray[np.int32]) -> ShardIndex:
+        """An index that knows no sample yet; units_of_rows [n]: the sample table's column `unit`."""
         rows = len(units_of_rows)
         return cls(
             unit=units_of_rows,

@@ -36,7 +36,7 @@ def block_starts(
     end = np.cumsum(sample_bytes, dtype=np.int64)
     begin = end - sample_bytes
     unit_end = np.searchsorted(units, units, side="right")
-    # one past the sample that fills a block from here
+    # One past the sample that fills a block which begins here.
     reached = np.searchsorted(end, begin + block_bytes, side="left") + 1
     whole = reached <= unit_end
     following = np.minimum(reached, unit_end).tolist()

@@ -143,7 +143,7 @@ class _Fetch:
         self._changed = threading.Condition()
         self._closed = False
 
-    # the consumer's side
+    # --- the consumer's side
 
     def next(self) -> _Entry | None:
         """The next place of the order, read and checked; None at the end. What follows is then under way."""
@@ -258,7 +258,7 @@ class _Fetch:
             f"{self._todo.qsize()} requests queued, {len(lines)} in flight:\n" + "\n".join(lines)
         )
 
-    # the threads' side
+    # --- the threads' side
 
     def _work(self) -> None:
         torch.set_num_threads(1)  # else decoding would start a team of OpenMP threads for each of ours
