@@ -10,13 +10,12 @@ import torch
 VOCAB = 128
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _HYBRID: dict[str, Any] = {
     "full_attention_interval": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1,

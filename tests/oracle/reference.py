@@ -26,11 +26,8 @@ class Blocks:
 
     def __init__(self, drafter: published.DFlashDraftModel, inputs: dict[str, Tensor]) -> None:
         self.drafter = drafter
-        self.input_ids, self.anchors, self.embedding = (
-            inputs["input_ids"],
-            inputs["anchors"],
-            inputs["embedding"],
-        )
+        self.input_ids, self.anchors = inputs["input_ids"], inputs["anchors"]
+        self.embedding = inputs["embedding"]
         hidden = drafter.config.hidden_size
         self.states = inputs["states"][None, :, :-hidden]
         self.shifted_states = inputs["states"][None, :, hidden:]

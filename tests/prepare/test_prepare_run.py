@@ -104,7 +104,7 @@ def in_order(table: SampleTable) -> list[tuple[str, int]]:
     return list(zip(table.source, table.row.tolist(), strict=True))
 
 
-# --------------------------------------------------------------------------------------------- what is written
+# --- what is written
 
 
 def test_chats_become_units_whose_samples_are_those_of_the_table(run_prepare: Prepare) -> None:
@@ -219,7 +219,7 @@ def test_chats_in_parquet_equal_chats_in_jsonl(run_prepare: Prepare, tmp_path: P
     assert table.identity == lines.identity
 
 
-# ------------------------------------------------------------------------------------------ the same run again
+# --- the same run again
 
 
 def test_order_and_bytes_do_not_depend_on_the_number_of_workers(run_prepare: Prepare, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, put: int) -> None:
     monkeypatch.setattr(pipeline, "open_store", open_failing)
 
 
-# ---------------------------------------------------------------------------------------------------- bad rows
+# --- bad rows
 
 
 def test_bad_rows_are_listed_with_their_number_and_stored(run_prepare: Prepare, tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_hardly_any_supervision_stops_it_unless_it_came_tokenised(run_prepare: P
     assert run_prepare(write_jsonl(tmp_path / "t.jsonl", [ids])).identity.text.tokenizer_sha256 is None
 
 
-# ----------------------------------------------------------------------------------------------- held-out data
+# --- held-out data
 
 
 def test_no_prompt_is_both_held_out_and_trained_on(run_prepare: Prepare, tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_turns_each_holds_out_whole_conversations(run_prepare: Prepare, tmp_path
     assert not held_out & set(table.row[~table.validation].tolist())
 
 
-# ------------------------------------------------------------------------------------------------------ others
+# --- others
 
 
 def test_layers_follow_the_dflash_rule_and_are_checked(run_prepare: Prepare, tmp_path: Path) -> None:

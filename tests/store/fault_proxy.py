@@ -55,9 +55,7 @@ class Lost(Exception):  # noqa: N818
 
 
 Forward = Callable[[], Reply]
-Fault = Callable[
-    [Request, Forward], Reply | tuple[Reply, int]
-]  # (answer, bytes of its body after which to cut)
+Fault = Callable[[Request, Forward], Reply | tuple[Reply, int]]  # a number: cut its body after that many bytes
 
 
 def refuse(status: int, code: str, message: str = "as the test wants it") -> Fault:

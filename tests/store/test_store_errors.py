@@ -49,7 +49,7 @@ def at(fake: FaultProxy, **more: object) -> StoreSettings:
     )
 
 
-# ---- a real server
+# --- a real server
 
 
 def test_wrong_credentials_are_named(s3_server: S3Server, s3_url: str, credentials: None) -> None:
@@ -90,7 +90,7 @@ def test_missing_credentials_are_named(
     assert "AWS_PROFILE" in said
 
 
-# ---- endpoints that are none
+# --- endpoints that are none
 
 
 def test_an_endpoint_where_nobody_listens_is_named(s3_server: S3Server) -> None:
@@ -122,7 +122,7 @@ def test_an_endpoint_from_the_environment_is_used_with_the_bucket_in_the_path(
     assert fake.log[0].target == "PUT /bucket/run/k"
 
 
-# ---- refusals
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(taken) in complaint(StoreSettings(url=f"file://{taken}/run"))
 
 
-# ---- credentials that run out
+# --- credentials that run out
 
 
 def expired_for(key: str) -> object:
@@ -211,7 +211,7 @@ def test_newer_credentials_are_picked_up_in_the_middle_of_a_run(
     assert "AKIANEWER" in fake.log[-1].headers["Authorization"]
 
 
-# ---- no secret in any message
+# --- no secret in any message
 
 
 def test_urls_are_scrubbed() -> None:

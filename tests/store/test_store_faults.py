@@ -30,7 +30,7 @@ def faulty(proxied: StoreSettings, proxy: FaultProxy) -> Store:
     return open_store(proxied)
 
 
-# ---- reads
+# --- reads
 
 
 def test_a_read_that_is_cut_goes_on_at_the_byte_it_reached(faulty: Store, proxy: FaultProxy) -> None:
@@ -119,7 +119,7 @@ def test_an_answer_with_other_bytes_than_asked_is_tried_again(
         faulty.get_range("k", 2, 3)
 
 
-# ---- conditional puts
+# --- conditional puts
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_conflict_is_no_verdict_and_is_tried_again(faulty: Store, proxy: Fault
     assert proxy.count("PUT /.*/k") == 3
 
 
-# ---- throttling
+# --- throttling
 
 
 @pytest.mark.parametrize("refusal", [(503, "SlowDown"), (429, "TooManyRequests"), (503, "ServiceUnavailable")])
@@ -203,7 +203,7 @@ def test_a_storm_of_refusals_over_many_threads_loses_nothing(faulty: Store, prox
     assert len(list(faulty.list("k/"))) == 32
 
 
-# ---- multipart
+# --- multipart
 
 
 def _upload(store: Store, data: bytes) -> str:
@@ -298,7 +298,7 @@ def test_retries_of_a_part_end_when_its_object_is_given_up(faulty: Store, proxy:
     faulty.abort_upload("big", upload)
 
 
-# ---- deletions and listings
+# --- deletions and listings
 
 
 def test_a_deletion_that_failed_for_some_keys_is_finished(faulty: Store, proxy: FaultProxy) -> None:

@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-# ---- what it publishes
+# --- what it publishes
 
 
 def test_an_object_written_in_odd_pieces_arrives_whole(store: Store, uploader: Uploader) -> None:
@@ -151,7 +151,7 @@ def test_lost_requests_are_made_again_and_counted(proxied: StoreSettings, proxy:
     assert store.get("k")[0] == data
 
 
-# ---- what it never publishes
+# --- what it never publishes
 
 
 def test_an_exception_while_writing_publishes_nothing(store: Store, uploader: Uploader) -> None:
@@ -271,7 +271,7 @@ def test_an_upload_that_was_aborted_behind_its_back_is_a_failure(store: Store, u
     assert list(store.list("")) == []
 
 
-# ---- memory, requests, waiting
+# --- memory, requests, waiting
 
 
 def test_part_sizes() -> None:
@@ -435,7 +435,7 @@ def test_a_part_is_sent_from_where_it_lies(s3_url: str) -> None:
     assert peak < PART_BYTES + 2 * MiB  # one buffer, and what requests take
 
 
-# ---- aborting under trouble
+# --- aborting under trouble
 
 
 def test_abort_waits_for_parts_in_flight_and_wakes_a_waiting_producer(sink: FaultProxy) -> None:

@@ -91,12 +91,8 @@ def test_the_heartbeat_shows_the_latest_figures_and_how_the_process_ended(tmp_pa
     tracker.close("interrupted")
     body, _ = store.get(f"{layout.STATUS}extract-{worker_name()}.json")
     beat = json.loads(body)
-    assert (beat["tokens"], beat["step"], beat["summary"], beat["state"]) == (
-        2.0,
-        2,
-        {"shards": 3},
-        "interrupted",
-    )
+    told = {name: beat[name] for name in ("tokens", "step", "summary", "state")}
+    assert told == {"tokens": 2.0, "step": 2, "summary": {"shards": 3}, "state": "interrupted"}
 
 
 def test_the_heartbeat_beats_by_itself(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_drafter_of_another_run_is_refused(evaluated: tuple[Config, EvalReport],
         evaluate(other)
 
 
-# ---------------------------------------------------------------- figures
+# --- figures
 
 
 def tally(walks: list[list[int]], agreed: int = 0, anchors: int = 0) -> Tally:
