@@ -136,8 +136,8 @@ class DrafterSettings(Section):
     num_hidden_layers: int = setting(5, "decoder layers of the drafter", "layers", ge=1)
     num_attention_heads: int = setting(32, "query heads", "heads", ge=1)
     num_key_value_heads: int = setting(8, "key and value heads", "heads", ge=1)
-    head_dim: int = setting(128, "width of a head", "", ge=2)
-    intermediate_size: int = setting(12288, "width of the MLP", "", ge=1)
+    head_dim: int = setting(128, "width of a head", "dimensions", ge=2)
+    intermediate_size: int = setting(12288, "width of the MLP", "dimensions", ge=1)
     block_size: int = setting(16, "tokens in a block, the anchor included", "tokens", ge=2)
     mask_token_id: int | None = setting(
         None, "id of an unused row of the target's embedding, read as the mask token"
@@ -274,7 +274,7 @@ def describe_settings(first: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
-def refuse_unknown(name: str, where: str) -> UserError:
+def unknown_setting(name: str, where: str) -> UserError:
     """The error for a setting, or section, that does not exist: names the nearest one that does."""
     names = list(known_settings())
     near = [] if "." in name else difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=0.7)
@@ -313,12 +313,12 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     known = known_settings()
     for section, values in loaded.items():
         if section not in Config.model_fields:
-            raise refuse_unknown(str(section), str(path))
+            raise unknown_setting(str(section), str(path))
         if not isinstance(values, dict):
             raise UserError(f"{path}: section {section} must hold settings, found {values!r}")
         for name in values:
             if f"{section}.{name}" not in known:
-                raise refuse_unknown(f"{section}.{name}", str(path))
+                raise unknown_setting(f"{section}.{name}", str(path))
     return loaded
 
 
@@ -388,7 +388,7 @@ def load(
             raise UserError(f"unexpected argument {argument!r}: settings are given as --section.name value")
         dotted = name[2:]
         if dotted not in known_settings():
-            raise refuse_unknown(dotted, "the command line")
+            raise unknown_setting(dotted, "the command line")
         if not separator:
             if not rest:
                 raise UserError(f"--{dotted} needs a value")

@@ -118,12 +118,32 @@ def test_the_configs_that_come_with_the_project_are_valid(file: Path) -> None:
     assert parse("--config", str(file)).target.id
 
 
-def test_help_shows_every_setting_with_its_default() -> None:
-    text = describe_settings(tuple(Config.model_fields))
+PURE_NUMBERS = {  # shares, ratios, ids and seeds, and what the optimizer and the norms have no unit for
+    "prepare.validation_fraction", "prepare.max_rejected_fraction", "prepare.seed", "extract.max_bad_fraction",
+    "drafter.mask_token_id", "drafter.rope_theta", "drafter.rms_norm_eps", "train.lr", "train.min_lr_ratio",
+    "train.warmup_fraction", "train.weight_decay", "train.max_grad_norm", "train.seed",
+}  # fmt: skip
+
+
+def test_help_shows_every_setting_with_its_unit_and_default() -> None:
+    lines = describe_settings(tuple(Config.model_fields)).splitlines()
+    without_unit = set()
     for name, field in known_settings().items():
-        assert f"--{name} " in text
-        assert field.description, f"{name} has no description"
-    assert "default 16 requests" in text
+        (place,) = [n for n, line in enumerate(lines) if line.startswith(f"  --{name} ")]
+        kind, shown = lines[place].split()[-1], lines[place + 1]
+        assert field.description
+        unit = field.json_schema_extra["unit"]
+        if field.default in (None, "", [], {}):
+            assert shown.endswith(f"(default unset, in {unit})" if unit else "(default unset)"), name
+        elif unit:
+            assert shown.endswith(f"(default {field.default} {unit})"), name
+        elif kind in ("INT", "FLOAT"):
+            assert shown.endswith(f"(default {field.default})"), name
+        if kind in ("INT", "FLOAT") and not unit:
+            without_unit.add(name)
+    assert without_unit == PURE_NUMBERS
+    text = "\n".join(lines)
+    assert "(default 16 requests)" in text
     assert "(default true)" in text
     assert "(default [0.9, 0.95])" in text
 
