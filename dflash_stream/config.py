@@ -36,6 +36,8 @@ def setting(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
 
 
 class StoreSettings(Section):
+    """Where the run lives, and how hard the store is worked."""
+
     url: str = setting("", "where the run lives: s3://bucket/prefix, or file:///directory")
     endpoint: str | None = setting(
         None, "URL of an S3-compatible endpoint; otherwise AWS_ENDPOINT_URL_S3, otherwise AWS itself"
@@ -65,6 +67,8 @@ class StoreSettings(Section):
 
 
 class TargetSettings(Section):
+    """The model that the drafter is made for."""
+
     id: str = setting("", "the target model: a Hugging Face id or a local directory")
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     dtype: Literal["bfloat16", "float32", "float16"] = setting("bfloat16", "dtype the target runs in")
@@ -75,6 +79,8 @@ class TargetSettings(Section):
 
 
 class PrepareSettings(Section):
+    """What becomes a sample, and what is kept of it. Fixed for a run, but for `workers`."""
+
     inputs: list[str] = setting([], "JSONL or Parquet files or globs of chats, or of input_ids and loss_mask")
     validation_inputs: list[str] = setting(
         [], "files or globs of held-out chats; empty: a fraction of the inputs"
@@ -124,6 +130,8 @@ class PrepareSettings(Section):
 
 
 class ExtractSettings(Section):
+    """How a process extracts; nothing here alters which samples a shard holds."""
+
     tokens_per_batch: int = setting(16384, "padded tokens in a forward pass", "tokens", ge=1)
     max_bad_fraction: float = setting(
         0.001, "share of refused samples in a unit over which the run stops", "", ge=0
@@ -133,6 +141,8 @@ class ExtractSettings(Section):
 
 
 class DrafterSettings(Section):
+    """Geometry of the drafter, under the names of the published config.json."""
+
     num_hidden_layers: int = setting(5, "decoder layers of the drafter", "layers", ge=1)
     num_attention_heads: int = setting(32, "query heads", "heads", ge=1)
     num_key_value_heads: int = setting(8, "key and value heads", "heads", ge=1)
@@ -154,6 +164,8 @@ class DrafterSettings(Section):
 
 
 class TrainSettings(Section):
+    """The recipe, and how a step is cut into micro-batches."""
+
     name: str = setting("drafter", "name of the drafter: its objects lie under drafters/NAME/")
     epochs: float = setting(6.0, "passes over the training samples", "epochs", gt=0, allow_inf_nan=False)
     max_steps: int | None = setting(None, "stop earlier than epochs would", "steps", ge=1)
@@ -196,6 +208,8 @@ class TrainSettings(Section):
 
 
 class StreamSettings(Section):
+    """How training reads: only `block_bytes` alters the order of samples."""
+
     block_bytes: int = setting(8 * MiB, "consecutive samples that are shuffled as one, at least", "bytes", ge=1)
     range_bytes: int = setting(8 * MiB, "size of a ranged read", "bytes", ge=64 << 10)
     threads: int = setting(16, "ranged reads in flight in each process", "requests", ge=1)
@@ -206,6 +220,8 @@ class StreamSettings(Section):
 
 
 class TrackingSettings(Section):
+    """Where figures go."""
+
     wandb: bool = setting(True, "log to wandb; offline by itself when no key is set")
     project: str = setting("dflash-stream", "wandb project")
     directory: str | None = setting(None, "where wandb keeps its files; unset: ./wandb")
