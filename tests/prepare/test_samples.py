@@ -12,6 +12,7 @@ from dflash_stream.config import PrepareSettings
 from dflash_stream.prepare.chats import BadRow
 from dflash_stream.prepare.samples import Limits, Maker, cut_sample, parse_tokens, records
 from dflash_stream.prepare.spill import bucket_of
+from dflash_stream.prepare.template import Renderer
 from dflash_stream.prepare.units import Cutter
 
 
@@ -64,7 +65,7 @@ def test_a_bad_tokenised_row_says_why(row: dict[str, Any], reason: str) -> None:
 
 
 def maker(limit: int = 1000, **settings: Any) -> Maker:
-    def no_renderer() -> None:
+    def no_renderer() -> Renderer:
         raise AssertionError("a tokenised row needs no tokenizer")
 
     return Maker(PrepareSettings(**settings), Limits(50, limit), no_renderer)
@@ -93,11 +94,8 @@ def test_samples_without_a_prompt_are_held_out_all_together() -> None:
 
 def test_a_reason_quotes_a_whole_row() -> None:
     row = {"messages": [{"role": "x" * 10_000, "content": "a"}]}
-    refused = (
-        Maker(PrepareSettings(), Limits(50, 10), lambda: SimpleNamespace(tokens=None))
-        .make(0, "a.jsonl", [(0, row)])
-        .refused
-    )
+    renderer: Any = SimpleNamespace(tokens=None)
+    refused = Maker(PrepareSettings(), Limits(50, 10), lambda: renderer).make(0, "a.jsonl", [(0, row)]).refused
     assert refused[0].reason.startswith("message 0: unknown role 'xxx")
     assert len(refused[0].reason) == 400
 

@@ -366,7 +366,7 @@ def test_a_failed_upload_reaches_the_producer_and_commits_nothing(tmp_path: Path
                 for number in range(40):
                     writer.add(f"k{number}", tensors)
 
-    with pytest.raises(StoreError, match="part 1"):
+    with pytest.raises(StoreError, match=r"part \d+ of shards/.*refused"):  # whichever is refused first
         write_until_told()
     assert nothing_left(store)
 
