@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import webdataset as wds
 
+from bench.rounds import Figures, measure, medians
 from dflash_stream.config import Config, MiB, StoreSettings, StreamSettings, TrainSettings
 from dflash_stream.run import Run
 from dflash_stream.shards.index import STORED, load_index
@@ -151,41 +150,24 @@ READERS: dict[str, Callable[[Case], int]] = {
 }
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process and of the children it has waited for."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def counted(case: Case, name: str, number: int) -> None:
+    """One round of a reader, which must have read every sample."""
+    samples = READERS[name](case)
+    if samples != case.samples:
+        raise SystemExit(f"{name} read {samples} samples of {case.samples}")
 
 
-def measure(case: Case, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, CPU seconds) of each reader in each round, after one that does not count."""
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in READERS}
-    names = list(READERS)
-    for number in range(rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            wall, cpu = time.perf_counter(), cpu_s()
-            samples = READERS[name](case)
-            wall, cpu = time.perf_counter() - wall, cpu_s() - cpu
-            if samples != case.samples:
-                raise SystemExit(f"{name} read {samples} samples of {case.samples}")
-            if number:
-                figures[name].append((wall, cpu))
-    return figures
-
-
-def report(case: Case, figures: dict[str, list[tuple[float, float]]]) -> None:
+def report(case: Case, figures: Figures) -> None:
+    """The table: medians, and ratios to the first reader."""
     gigabytes = case.total_bytes / 1e9
-    medians = {
-        name: [statistics.median(column) for column in zip(*rounds, strict=True)]
-        for name, rounds in figures.items()
-    }
-    base_wall, base_cpu = next(iter(medians.values()))
+    found = medians(figures)
+    base_wall, base_cpu = next(iter(found.values()))
     print(
         f"{case.samples} samples, {gigabytes * 1000:.0f} MB, {len(case.objects)} shards, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'':26}{'MB/s':>8}{'speed ratio':>13}{'CPU s/GB':>10}{'CPU ratio':>11}")
-    for name, (wall, cpu) in medians.items():
+    for name, (wall, cpu) in found.items():
         speed = f"{gigabytes * 1000 / wall:8.0f}{base_wall / wall:13.2f}"
         print(f"{name:26}{speed}{cpu / gigabytes:10.2f}{cpu / base_cpu:11.2f}")
 
@@ -209,7 +191,8 @@ def main() -> None:
         # Less than the run, as in any real training: memory goes round instead of growing.
         stream = StreamSettings(threads=arguments.threads, prefetch_bytes=64 * MiB)
         case = open_case(url, stream)
-        report(case, measure(case, arguments.rounds))
+        ways = {name: partial(counted, case, name) for name in READERS}
+        report(case, measure(ways, arguments.rounds))
 
 
 if __name__ == "__main__":

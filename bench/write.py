@@ -14,9 +14,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import resource
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +22,13 @@ import numpy as np
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config as BotoConfig
 
+from bench.rounds import measure, medians
 from dflash_stream.config import MiB, StoreSettings
 from dflash_stream.store import open_store
 from dflash_stream.store.upload import Uploader
 from launch.s3_server import S3Server
 
 PART_BYTES = 8 * MiB
-
-
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def ways(server: S3Server, data: bytes) -> dict[str, Callable[[int], None]]:
@@ -67,20 +60,6 @@ def ways(server: S3Server, data: bytes) -> dict[str, Callable[[int], None]]:
     return {"boto3 put_object": put_object, "boto3 upload_fileobj": upload_fileobj, "Uploader": ours}
 
 
-def measure(functions: dict[str, Callable[[int], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, CPU seconds) of each way in each round, after one round that does not count."""
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
-    names = list(functions)
-    for number in range(rounds + 1):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            wall, cpu = time.perf_counter(), cpu_s()
-            functions[name](number)
-            if number:
-                figures[name].append((time.perf_counter() - wall, cpu_s() - cpu))
-    return figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=64, help="size of an object, MiB")
@@ -89,14 +68,11 @@ def main() -> None:
     data = np.random.default_rng(0).bytes(arguments.megabytes * MiB)
     with S3Server() as server:
         os.environ.update(server.environment)
-        figures = measure(ways(server, data), arguments.rounds)
+        found = medians(measure(ways(server, data), arguments.rounds))
     print(f"objects of {arguments.megabytes} MiB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{'':24}{'MiB/s':>8}{'CPU ms/MiB':>12}{'CPU ratio':>11}")
-    medians = {
-        name: [statistics.median(c) for c in zip(*rounds, strict=True)] for name, rounds in figures.items()
-    }
-    base = medians["boto3 put_object"][1]
-    for name, (wall, cpu) in medians.items():
+    base = found["boto3 put_object"][1]
+    for name, (wall, cpu) in found.items():
         per_mib = 1000 * cpu / arguments.megabytes
         print(f"{name:24}{arguments.megabytes / wall:8.0f}{per_mib:12.2f}{cpu / base:11.2f}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +51,10 @@ class Draft:
 
     @property
     def limits(self) -> Limits:
-        """The longest sample is found by bisection: payloads grow with their tokens."""
-        low, high = 0, self.config.prepare.max_tokens
-        if self._payload_bytes(high) > MAX_MEMBER_BYTES:
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if self._payload_bytes(middle) <= MAX_MEMBER_BYTES else (low, middle)
-        else:
-            low = high
-        return Limits(self.target.vocab_size, low)
+        """What a sample of this run must keep to: at most max_tokens, and states that fit into a shard's member."""
+        tokens = range(self.config.prepare.max_tokens + 1)
+        too_long = bisect_right(tokens, MAX_MEMBER_BYTES, key=self._payload_bytes)  # payloads grow with tokens
+        return Limits(self.target.vocab_size, too_long - 1)
 
     def sample_bytes(self, record: Record, validation: bool) -> int:
         """What a sample takes in its shard under the raw codec, the greedy continuation of a held-out one included."""
