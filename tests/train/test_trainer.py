@@ -108,6 +108,7 @@ def test_drafter_learns_nothing(url: str, recorders: list[Recorder]) -> None:
     assert recorder.logged[40]["validation/samples"] == 4, "the last one takes all"
     assert recorder.logged[40]["validation/acceptance_length"] == summary.acceptance
     assert recorder.logged[40]["validation/loss"] < recorder.logged[20]["validation/loss"]
+    assert all(0 <= recorder.logged[40][f"validation/accuracy/slot_{slot}"] <= 1 for slot in (1, 2, 3))
     assert {"train/lr", "train/grad_norm", "train/tokens_per_s", "train/samples_per_s", "train/data_wait_share",
             "train/accuracy/slot_1", "train/agreement_length"} <= recorder.logged[5].keys()  # fmt: skip
     assert recorder.summarised["last_loss"] == summary.last_loss
