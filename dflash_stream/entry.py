@@ -18,7 +18,7 @@ from types import FrameType
 from dflash_stream.errors import Interrupted, ToldElsewhere, UserError
 from dflash_stream.launched import end_with_launcher
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that ask a command to stop
 
 
 def run(command: Callable[[], int | None]) -> None:

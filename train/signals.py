@@ -13,6 +13,8 @@ import signal
 import time
 from types import FrameType, TracebackType
 
+from dflash_stream.entry import SIGNALS
+
 IMPATIENT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class StopSignals:
         return math.inf if self.received is None else max(0.0, self.since + self._grace_s - time.monotonic())
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
         return self

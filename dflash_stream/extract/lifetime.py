@@ -14,9 +14,8 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from dflash_stream.entry import SIGNALS
 from dflash_stream.errors import Interrupted
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Lifetime:

@@ -12,11 +12,13 @@ import http.client
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 
@@ -127,6 +129,16 @@ def _accept(request: Request) -> Reply:
     return Reply(200, body=b"<CompleteMultipartUploadResult><ETag>e-1</ETag></CompleteMultipartUploadResult>")
 
 
+class _Server(ThreadingHTTPServer):
+    """One that says nothing of clients that go away, as those of these tests do."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @dataclass
 class _Rule:
     pattern: re.Pattern[str]
@@ -155,8 +167,7 @@ class FaultProxy:
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
     @property
