@@ -80,7 +80,7 @@ def summaries(client: Any, bucket: str, phase: str) -> list[dict[str, Any]]:
 
 def report(server: S3Server, export: Path, seconds: float) -> None:
     """The closing table, from what the run left in the store."""
-    client: Any = server.client()
+    client = server.client()
     run = read_json(client, server.bucket, "run.json")
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=f"{NAME}/shards/")
     sizes = [entry["Size"] for page in pages for entry in page.get("Contents", [])]

@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 ACCESS_KEY = "local-access-key"
 SECRET_KEY = "local-secret-key"  # of a server that listens on loopback only
@@ -88,7 +89,7 @@ class S3Server:
             "AWS_REGION": "us-east-1",
         }
 
-    def client(self) -> object:
+    def client(self) -> Any:
         """A plain boto3 client for this server."""
         import boto3
         from botocore.config import Config
@@ -139,7 +140,7 @@ class S3Server:
                 tail = (self.directory / "server.log").read_text(errors="replace")[-2000:]
                 raise SystemExit(f"the S3 server ended with {self.process.returncode}:\n{tail}")
             try:
-                client.create_bucket(Bucket=self.bucket)  # type: ignore[attr-defined]
+                client.create_bucket(Bucket=self.bucket)
             except Exception as error:
                 if "BucketAlready" not in str(error):
                     if time.monotonic() > deadline:
@@ -147,8 +148,8 @@ class S3Server:
                     time.sleep(0.1)
                     continue
             try:
-                client.put_object(Bucket=self.bucket, Key=".ready", Body=b"")  # type: ignore[attr-defined]
-                client.delete_object(Bucket=self.bucket, Key=".ready")  # type: ignore[attr-defined]
+                client.put_object(Bucket=self.bucket, Key=".ready", Body=b"")
+                client.delete_object(Bucket=self.bucket, Key=".ready")
                 return
             except Exception:
                 if time.monotonic() > deadline:
