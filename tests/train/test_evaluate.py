@@ -153,6 +153,10 @@ def test_interval_of_two_texts_by_hand() -> None:
     assert 0.4 < (draws == 2.0).mean() < 0.6
 
 
+def test_interval_leaves_out_as_much_on_either_side() -> None:
+    assert interval_of(np.arange(1001.0)) == pytest.approx((25, 975))
+
+
 def test_long_texts_weigh_more_in_every_draw() -> None:
     draws = bootstrap(np.array([3, 100]), np.array([1, 100]))
     assert set(draws) == {3.0, 103 / 101, 1.0}
