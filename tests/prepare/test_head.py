@@ -130,9 +130,10 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     weights.write_bytes(whole[:4000])
     with pytest.raises(UserError, match=r"not a safetensors file|cut off"):
         copy_head(target, tmp_path / "run")
-    weights.write_bytes(b"<html>" + whole)
-    with pytest.raises(UserError, match="not a safetensors file"):
-        copy_head(target, tmp_path / "run")
+    for damaged in (b"<html>" + whole, (2).to_bytes(8, "little") + b"[]"):
+        weights.write_bytes(damaged)
+        with pytest.raises(UserError, match="not a safetensors file"):
+            copy_head(target, tmp_path / "run")
     weights.unlink()
     with pytest.raises(UserError, match="convert the checkpoint to safetensors"):
         copy_head(target, tmp_path / "run")
