@@ -102,18 +102,19 @@ class HubFiles:
 
 def is_local(settings: TargetSettings) -> bool:
     """Whether target.id is a directory on this machine. UserError for what can only be a path but is not there."""
-    path = Path(settings.id).expanduser()
-    if path.is_dir():
+    if Path(settings.id).is_dir():
         return True
     if settings.id.startswith(("/", "./", "../", "~")) or settings.id.count("/") > 1:
-        raise UserError(f"target.id {settings.id}: no such directory")
+        raise UserError(
+            f"target.id {settings.id}: no such directory. Correct the path, or name a model on the hub as OWNER/NAME"
+        )
     return False
 
 
 def open_files(settings: TargetSettings, revision: str | None = None) -> Files:
     """The files of the target; `revision` (a commit) instead of the settings' one, to stay at what was resolved."""
     if is_local(settings):
-        return LocalFiles(Path(settings.id).expanduser())
+        return LocalFiles(Path(settings.id))
     return HubFiles(settings.id, revision or settings.revision)
 
 
@@ -252,7 +253,5 @@ def advice(error: BaseException, settings: TargetSettings) -> str:
             "the hub cannot be reached and the file is not in the local cache. Check the network and its "
             "proxy, or give a local directory as target.id"
         )
-    text = str(error).strip() or type(error).__name__
-    return (
-        f"{text.splitlines()[0]}{at}. Check the id or directory; a new model family needs a newer transformers"
-    )
+    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"{text}{at}. Check the id or directory; a new model family needs a newer transformers"

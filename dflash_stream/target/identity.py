@@ -11,7 +11,7 @@ from typing import Any
 from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.hashing import fingerprint
-from dflash_stream.hub import explained
+from dflash_stream.hub import explained, is_local
 from dflash_stream.run import TargetIdentity
 
 # Written by whatever saved the config, or the dtype it was saved in: no part of what the model computes.
@@ -51,6 +51,7 @@ def describe_target(settings: TargetSettings) -> TargetIdentity:
 def _read(reader: Any, settings: TargetSettings, **options: Any) -> Any:
     if not settings.id:
         raise UserError("target.id is empty: name the target model, a Hugging Face id or a local directory")
+    is_local(settings)  # raises for a path that is not there, which transformers takes for an id of the hub
     with explained(settings, "config"):
         return reader(settings.id, revision=settings.revision, **options)
 

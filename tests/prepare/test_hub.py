@@ -20,6 +20,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.head import load_head
 from dflash_stream.hub import is_local
 from dflash_stream.store import open_store
+from dflash_stream.target.identity import describe_target
 from tests.prepare.hub_server import HubServer
 from tests.tiny_targets import save_tiny
 
@@ -82,6 +83,6 @@ def test_every_refusal_of_the_hub_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     for name in ("/no/such/model", "./model", "~/nothing-here", "a/b/c"):
-        with pytest.raises(UserError, match="no such directory"):
-            is_local(config.build({"target": {"id": name}}).target)
+        with pytest.raises(UserError, match=rf"target\.id {name}: no such directory"):
+            describe_target(config.build({"target": {"id": name}}).target)
     assert not is_local(config.build({"target": {"id": "them/tiny"}}).target)
