@@ -22,7 +22,7 @@ from dflash_stream.errors import UserError
 from dflash_stream.head import load_head, load_tokenizer
 from dflash_stream.run import Identity
 from dflash_stream.store import Store
-from dflash_stream.target.identity import describe_target
+from dflash_stream.target.identity import describe_target, target_settings
 from dflash_stream.target.load import load_target
 from train.bootstrap import bootstrap, interval_of
 from train.decode import speculative_generate
@@ -114,11 +114,14 @@ def decode_live(
     prompts: list[list[int]],
     new_tokens: int,
 ) -> LiveReport:
-    """Decode each prompt to at most `new_tokens` tokens, in the dtype of `target.dtype`, with drafts and without.
+    """Decode each prompt to at most `new_tokens` tokens with drafts and without, in the dtype of `target.dtype`.
+
+    What the settings leave out of the target is as in the run.
 
     UserError when the target is not the run's, when in float32 the two texts differ, or when no text has a
     second token.
     """
+    settings = target_settings(identity, settings)
     if describe_target(settings).config_sha256 != identity.target.config_sha256:
         raise UserError(
             f"target.id {settings.id} is another model than {identity.target.id}, which {store.url} was "

@@ -16,14 +16,14 @@ from dflash_stream.errors import Interrupted
 from dflash_stream.extract.claims import Claims
 from dflash_stream.extract.lifetime import Lifetime
 from dflash_stream.extract.place import Place, take_place
-from dflash_stream.extract.settings import check_settings, check_target, target_settings
+from dflash_stream.extract.settings import check_settings, check_target
 from dflash_stream.extract.worker import ExtractSummary, Worker
 from dflash_stream.run import Identity, Run
 from dflash_stream.shards.codec import require
 from dflash_stream.shards.index import build_blocks, committed_units
 from dflash_stream.store import Store, open_store
 from dflash_stream.store.upload import Uploader
-from dflash_stream.target.identity import describe_target
+from dflash_stream.target.identity import describe_target, target_settings
 from dflash_stream.target.load import Target, load_target
 from dflash_stream.tracking import open_tracker
 

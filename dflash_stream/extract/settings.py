@@ -7,24 +7,12 @@ is free.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from dflash_stream.config import Config, TargetSettings
+from dflash_stream.config import Config
 from dflash_stream.run import Identity, TargetIdentity, compare
+from dflash_stream.target.identity import is_directory, target_settings
 from dflash_stream.target.layers import dflash_layers
-
-
-def target_settings(identity: Identity, given: TargetSettings) -> TargetSettings:
-    """The settings to load the run's target with: id, revision and dtype of the run where none are given."""
-    return given.model_copy(
-        update={
-            "id": given.id or identity.target.id,
-            "revision": given.revision
-            or (None if given.id and is_directory(given.id) else identity.target.revision),
-            "dtype": given.dtype if "dtype" in given.model_fields_set else identity.dtype,
-        }
-    )
 
 
 def check_settings(identity: Identity, config: Config, where: str) -> None:
@@ -57,8 +45,3 @@ def check_target(identity: Identity, found: TargetIdentity, where: str) -> None:
     """UserError when the model that would be loaded is not the one of the run."""
     same_place = {"id": identity.target.id, "revision": identity.target.revision}
     compare(identity, identity.model_copy(update={"target": found.model_copy(update=same_place)}), where)
-
-
-def is_directory(model: str) -> bool:
-    """Whether a target id is a local directory."""
-    return Path(model).is_dir()

@@ -6,13 +6,14 @@ came from.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dflash_stream.config import TargetSettings
 from dflash_stream.errors import UserError
 from dflash_stream.hashing import fingerprint
 from dflash_stream.hub import explained, is_local
-from dflash_stream.run import TargetIdentity
+from dflash_stream.run import Identity, TargetIdentity
 
 # Written by whatever saved the config, or the dtype it was saved in: no part of what the model computes.
 _INCIDENTAL = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype")
@@ -46,6 +47,23 @@ def describe_target(settings: TargetSettings) -> TargetIdentity:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
+
+
+def target_settings(identity: Identity, given: TargetSettings) -> TargetSettings:
+    """The settings to load the run's target with: id, revision and dtype of the run where none are given."""
+    return given.model_copy(
+        update={
+            "id": given.id or identity.target.id,
+            "revision": given.revision
+            or (None if given.id and is_directory(given.id) else identity.target.revision),
+            "dtype": given.dtype if "dtype" in given.model_fields_set else identity.dtype,
+        }
+    )
+
+
+def is_directory(model: str) -> bool:
+    """Whether a target id is a local directory."""
+    return Path(model).is_dir()
 
 
 def _read(reader: Any, settings: TargetSettings, **options: Any) -> Any:

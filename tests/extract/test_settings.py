@@ -11,10 +11,10 @@ import pytest
 from dflash_stream import layout
 from dflash_stream.config import Config, StoreSettings, build
 from dflash_stream.errors import UserError
-from dflash_stream.extract.settings import check_settings, check_target, target_settings
+from dflash_stream.extract.settings import check_settings, check_target
 from dflash_stream.run import Identity, Run
 from dflash_stream.store import open_store
-from dflash_stream.target.identity import describe_target
+from dflash_stream.target.identity import describe_target, target_settings
 from tests.tiny_runs import publish_at
 from tests.tiny_targets import save_tiny
 

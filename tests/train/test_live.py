@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_stream.config import Config, build
+from dflash_stream.config import Config, TargetSettings, build
 from dflash_stream.errors import UserError
 from dflash_stream.extract import extract
 from dflash_stream.head import load_head, write_head
@@ -173,6 +173,13 @@ def test_counts_that_leave_nothing_to_decode_are_refused(config: Config, prompts
     for counts in ({"live_samples": 0}, {"new_tokens": 1}):
         with pytest.raises(UserError, match="at least one prompt and two new tokens"):
             evaluate(config, live_prompts=prompts, **counts)
+
+
+def test_a_target_that_is_left_out_is_the_runs(config: Config, prompts: Path) -> None:
+    without = config.model_copy(update={"target": TargetSettings()})
+    found = evaluate(without, live_prompts=prompts, new_tokens=8).live
+    assert found is not None
+    assert found.equal_texts == found.prompts
 
 
 def test_another_target_than_the_runs_is_refused(config: Config, prompts: Path, tmp_path: Path) -> None:
