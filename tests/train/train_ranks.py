@@ -49,6 +49,7 @@ def run(plan: dict[str, Any]) -> dict[str, Any]:
             super()._count(*arguments)
             result["samples_read"] = self.stream.counters.samples
             if self.step == take_over_at and self.ranks.first:
+                self.publisher.settle()  # or its record of the checkpoint before may come in between
                 mine = self.ownership
                 checkpoint.Ownership(
                     self.store, mine.name, self.plan.run.identity.fingerprint, mine.record.settings
